@@ -87,7 +87,7 @@ class Endpoint:
 
 
 def send(client: Any, body: dict[str, Any], **options: Any) -> Any:
-    """Send a request as it is, with fields that the package does not know."""
+    """Send a request with its extra fields, which the package openai does not define."""
     others = {name: value for name, value in body.items() if name not in ("model", "messages")}
     return client.chat.completions.create(
         model=body["model"], messages=body["messages"], extra_body=others, **options
@@ -130,7 +130,7 @@ def messages_of(
 
 
 def _content(pieces: Iterable[Piece], urls: Iterator[str]) -> str | list[dict[str, Any]]:
-    """Plain text where there is no image: older servers know nothing else."""
+    """Return a message's content; plain text if it has no image, for older servers."""
     parts: list[dict[str, Any]] = []
     for piece in pieces:
         if piece.is_image:

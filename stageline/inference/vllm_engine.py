@@ -213,7 +213,7 @@ class VllmEngine:
 
 
 def _scored(item: ScoreRequest, output: Any) -> Scored:
-    """From what vLLM says of each token of a prompt: that token's and the likeliest one's."""
+    """Return a row's scores from vLLM's log-probabilities of its prompt."""
     count = item.num_targets
     pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[-count:]
     return Scored(

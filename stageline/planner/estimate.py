@@ -118,8 +118,8 @@ _NOT_SUMMED = ("transient", "answering", "trains")
 _SUMMED = [item.name for item in fields(Cost) if item.name not in _NOT_SUMMED]
 
 
-# Between two processes of one machine; assumed where not measured: enough to tell apart ways to run
-# whose passes take the same time, of which the one with fewer hand-overs is faster.
+# Between two processes of one machine; assumed where not measured: this ranks ways to run that have
+# passes of the same time, and the way with fewer hand-overs is faster.
 CPU_LATENCY, CPU_BYTES_PER_SECOND = 1e-3, 1e9
 LATENCY, BYTES_PER_SECOND = 2e-5, 2e10  # between accelerators
 
@@ -193,7 +193,7 @@ def flow_of(stages: Sequence[Cost]) -> GradFlow:
 
 
 def durations_of(stages: Sequence[Cost]) -> Mapping[tuple[int, Kind], float]:
-    """Seconds of every pass of every stage, as `simulate` wants them."""
+    """Return the seconds of every pass of every stage, for `simulate`."""
     return {
         (index, kind): getattr(stage, kind.name.lower())
         for index, stage in enumerate(stages)
@@ -311,7 +311,7 @@ def memory_of(
     shares = 0
     if rules.shards > 1:  # the share of a weight in half precision is its float32 master
         shares = (weights - masters // 2) // rules.shards
-    # a tensor comes while another is worked on: one for each border
+    # a tensor arrives while another is in use: one for each border
     num_borders = sum((stage > 0) + (stage < num_stages - 1) for stage in held)
     return RankMemory(
         weights=weights + shares,
@@ -837,7 +837,7 @@ class Stored:
 
 
 def stored_of(config: PretrainedConfig) -> Stored | None:
-    """Return what a config says of quantised weights; None: nothing, or an unknown method."""
+    """Return a config's storage of quantized weights; None if it has none or is unknown."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return None

@@ -1,4 +1,4 @@
-"""Places the layers of a run on its stages, refuses what cannot fit, and says what to expect.
+"""Places the layers of a run on its stages, refuses what cannot fit, and predicts its costs.
 
 Takes plain objects; reads no checkpoint. The arithmetic is in the other files of this folder.
 """

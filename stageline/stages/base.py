@@ -66,7 +66,7 @@ def fill_stage(
     new_rows: NewRows | None,
     neftune_alpha: float = 0.0,
 ) -> None:
-    """Gives a stage on meta its weights, and says which of them train.
+    """Give a stage on meta its weights, and set which of them train.
 
     Args:
         source: None: it stays on meta.
@@ -326,7 +326,7 @@ class StageModel(Stage):
             parameter.requires_grad_(trains(name))
 
     def trained_rule(self) -> Callable[[str], bool]:
-        """Return a function that says of a parameter's name, on any stage, whether it trains."""
+        """Return a function that tells, from a parameter's name on any stage, whether it trains."""
         chosen = self.methods.trained_names(self)
 
         def trains(name: str) -> bool:
@@ -379,7 +379,7 @@ class StageModel(Stage):
         raise NotImplementedError
 
     def wrap_lora(self) -> None:
-        """Wraps the linear layers of each part as often as its `*_lora_num` says."""
+        """Wrap the linear layers of each part `*_lora_num` times."""
         wrap_parts(self, self.parts(), self.lora)
 
     def layer_list(self) -> list[tuple[int, nn.Module]]:

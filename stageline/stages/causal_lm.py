@@ -129,7 +129,7 @@ class CausalLMStage(Spliced, StageModel):
         ratio = stage_kwargs.get("visual_gpu_ratio")
         if ratio and not hasattr(self, "tower_partition"):
             raise no_tower("visual_gpu_ratio", ratio, config.model_type)
-        self.__dict__["config"] = config  # asked before the base class sets it
+        self.__dict__["config"] = config  # read before the base class sets it
         whole = self.build_whole(config, dtype=dtype, attn_implementation=attn_implementation)
         parts = {name: getattr(whole.config, name, None) for name in whole.config.sub_configs}
         configs: dict[str, Any] = {"": whole.config, **parts}
@@ -269,7 +269,7 @@ class CausalLMStage(Spliced, StageModel):
             for has in (False, True)
         )
         if without == those:
-            return False  # the same crosses either way: a device need not be asked
+            return False  # the same tensors cross either way, so no device needs to be asked
         if came and len(without[0]) != len(those[0]):
             return len(came) == len(those[0])
         return self.has_pictures(batch)

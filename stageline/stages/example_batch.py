@@ -32,7 +32,7 @@ class PictureOrder:
         config: of the whole model.
         rows: pictures of each row.
         fill: shape -> pixels.
-        like: says device of the integers.
+        device: of the integers.
     """
 
     config: PretrainedConfig

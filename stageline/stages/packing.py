@@ -40,8 +40,8 @@ def is_packed(batch: Batch) -> bool:
 # attention take their causal kernels, and no check for padding runs. The outputs at padding are
 # then other numbers, which no loss reads.
 #
-# Only the mask is left out that transformers builds for its attention: whatever else a model makes
-# of `attention_mask` (positions, alibi, states of a Mamba layer, the loss of routers) stays.
+# Only the mask is left out that transformers builds for its attention. Other uses of the model's
+# `attention_mask` (positions, alibi, states of a Mamba layer, the loss of routers) stay.
 
 _KERNELS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
@@ -345,7 +345,7 @@ def find_router_loss(whole: PreTrainedModel, *, coefficient: float | None = None
 # Two samples are in one row. The gradient of the second one's output with respect to the first
 # one's input must be exactly zero (and the other way round), and the second must come out as it
 # does in a row of its own. Catches models that build no mask from positions, mix neighbours by
-# convolutions or recurrences, or know no position ids, and attention kernels that see one row only.
+# convolutions or recurrences, or take no position ids, and attention kernels that see one row only.
 #
 # Shapes: B rows, T tokens, H hidden size.
 

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 # they read the shape, dtype and device of a tensor argument, not its values
 _SHAPE_ONLY = ("_like", "aten::new_")
-FAKE_DTYPE = torch.bfloat16  # grouped products of experts know no other without values
+FAKE_DTYPE = torch.bfloat16  # grouped products of experts take no other on fake tensors
 _SMALL = 5_000_000  # numbers; a model with fewer is rehearsed for real
 Path = tuple[Any, ...]
 Identity = tuple[Any, ...]

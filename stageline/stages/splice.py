@@ -1,4 +1,4 @@
-"""Makes a whole transformers model one stage of itself, as a split plan says.
+"""Makes a whole transformers model one stage of itself, by its split plan.
 
 Every stage runs the model's own forward on the micro-batch's own token ids. Layers of other stages
 are stand-ins: those before the own ones return zeros of the right shape; at the first own layer
@@ -246,7 +246,7 @@ class Spliced(_Mixed):
             is_cut, output = True, ()
             for number in range(len(outgoing)):
                 tensor = current.sent[number]
-                # an input that is handed on as it came would have no pass of its own
+                # an input that is handed on unchanged would have no pass of its own
                 is_input = any(tensor is one for one in came)
                 output = (*output, tensor.clone() if is_input else tensor)
         finally:

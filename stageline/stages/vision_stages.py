@@ -218,7 +218,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Arrival(PassThrough):
-    """Stands for what earlier stages have done: gives what came over the border."""
+    """Stand-in for the blocks of earlier stages: returns the tensor from the border."""
 
     _is_hf_initialized = True  # it has the class of a block, and nothing to be initialised
 
@@ -407,9 +407,9 @@ class VisionStages(CausalLMStage):
 
     @contextmanager
     def _arriving(self, came: torch.Tensor, branches: Tensors) -> Iterator[list[torch.Tensor]]:
-        """Puts what came where it is wanted; collects the features that branch off so far."""
+        """Put received tensors in their places; collect the features that branch off so far."""
         tower = self.get_submodule(self.paths.vision_tower)
-        # cloned: an input that is handed on as it came would have no pass of its own
+        # clone: an input that is handed on unchanged would have no pass of its own
         made = [branch.clone() for branch in branches]
         mergers = list(getattr(tower, DEEPSTACK, ()))
         values = {id(merger): branch for merger, branch in zip(mergers, branches, strict=False)}

@@ -25,10 +25,10 @@ from stageline.verify.batches import ordinary_ids
 from stageline.verify.scaled_copy import ScaledCopy, WrongSplit, copy_weights, shown
 from stageline.verify.whole_model import run_library_model, run_stage_model
 
-LENGTHS = (9, 4, 7)  # tokens of prompts; the last one comes later, is read in pieces and copied
-NUM_TOKENS = 6  # of each answer; the longest go beyond the window of a copy
+LENGTHS = (9, 4, 7)  # tokens of prompts; the last joins later, is read in pieces and copied
+NUM_TOKENS = 6  # tokens of each answer; the longest go beyond the window of a copy
 NUM_CHOSEN = ("index_topk", "keep_window_size")  # keys that a query chooses
-TOLERANCE = 1e-3  # of a log-probability, in float32
+TOLERANCE = 1e-3  # largest difference of a log-probability, in float32
 
 
 def answers(

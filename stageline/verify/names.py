@@ -57,7 +57,7 @@ def check_outlines(
             with torch.random.fork_rng(devices=[]):
                 return names_of_stage(outline(stage, count))
         except Exception:
-            return None  # the stage itself, built next, tells better
+            return None  # building the stage itself raises a better error
 
     told = [one for some in ranks.gather([names(s, num_stages) for s in stages]) for one in some]
     found = [one for one in told if one is not None]

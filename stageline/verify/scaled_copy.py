@@ -104,12 +104,12 @@ class ScaledCopy:
         partition = tiny_partition(layers[self.vision_stages :], layer_period(config))
         small = shrink_config(config, num_layers=sum(partition))
         for name in ("output_router_logits", "router_aux_loss_coef"):
-            if self.options.get(name) is not None:  # the whole model must know it too
+            if self.options.get(name) is not None:  # the whole model needs it too
                 setattr(small.get_text_config(decoder=True), name, self.options[name])
         return small, partition
 
     def library_class(self, small: PretrainedConfig) -> Any:
-        """The Auto class of transformers that builds the whole copy; None: it knows none."""
+        """Return the transformers Auto class for the whole copy; None if there is none."""
         if self.gives_scores:
             return None
         return library_class(small, trust_remote_code=self.trust_remote_code)

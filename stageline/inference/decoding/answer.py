@@ -1,4 +1,4 @@
-"""Requests on their way: the text of an answer so far, rows to be scored, who is told.
+"""Requests in progress: the text of an answer so far, rows to be scored, and their listeners.
 
 Nothing that happens to one request ends another: a listener that raises, or a token that can't be
 written, ends its own.
@@ -188,7 +188,7 @@ class AnswerText:
         return piece
 
     def finish(self) -> str:
-        """The rest of the text, once no token comes any more.
+        """Return the rest of the text when no further token follows.
 
         It may end in a stop string, which becomes certain only now: ask `is_stopped` after it.
         """
@@ -369,18 +369,18 @@ class ScoreQueue:
         return bool(self._on_their_way)
 
     def add(self, item: ScoreRequest, listener: ScoreListener) -> None:
-        """A row that is to be scored."""
+        """Queue a row to be scored."""
         self.waiting.append((item, listener))
 
     def cancel(self, key: str) -> None:
-        """Drops a row that waits still; one on its way is told when it is back."""
+        """Drop a row that still waits; one on its way is reported when its pass is back."""
         left = [row for row in self.waiting if row[0].key == key]
         self.waiting = deque(row for row in self.waiting if row[0].key != key)
         for _, listener in left:
             _tell(listener, Failed(key, Cancelled("the score was cancelled")))
 
     def fail_all(self, error: Exception) -> None:
-        """Tells everybody that there is no score."""
+        """Tell all listeners that there is no score."""
         rows = [row for rows in [*self._on_their_way, self.waiting] for row in rows]
         self._on_their_way.clear()
         self.waiting.clear()

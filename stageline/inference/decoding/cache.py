@@ -110,7 +110,7 @@ class FixedLayer(CacheLayerMixin):
         self._show(rows.stop)
 
     def _show(self, num_rows: int) -> None:
-        """Sets what the model reads; lets go of buffers that no row needs."""
+        """Set the keys and values that the model reads; free buffers that no row needs."""
         width = self.columns.width
         if not self._buffers or not width:
             self.drop()
@@ -213,7 +213,7 @@ class WindowLayer(CacheLayerMixin):
         self.keys, self.values = (self.new_buffer(like) for like in (key_states, value_states))
 
     def new_buffer(self, like_BKCD: torch.Tensor) -> torch.Tensor:
-        """Return an empty buffer as large as the window wants it."""
+        """Return an empty buffer of the window's capacity."""
         _, num_heads, _, size = like_BKCD.shape
         window = self.window
         return like_BKCD.new_empty(window.row_capacity, num_heads, window.column_capacity, size)

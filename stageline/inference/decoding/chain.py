@@ -158,7 +158,7 @@ class RankChain:
         return self._done.popleft()
 
     def carry_next(self) -> PassOrder:
-        """Does this rank's part of the next order that comes here."""
+        """Do this rank's part of the next order that arrives."""
         order, tensors = self.wire.receive(self._source)
         self._carry(order, tensors)
         return order

@@ -196,7 +196,7 @@ class DecodingEngine:
 
         try:
             yield from self._drain(requests, done, add, num_waiting=lambda: len(self._running))
-        finally:  # also where the caller wants no more
+        finally:  # also if the caller stops iterating
             if self.is_healthy:
                 for key in list(self._running):
                     self._cancel(key)
@@ -219,7 +219,7 @@ class DecodingEngine:
 
         try:
             yield from self._drain(items, done, add, num_waiting=lambda: len(scores.waiting))
-        finally:  # also where the caller wants no more
+        finally:  # also if the caller stops iterating
             if self.is_healthy:
                 scores.waiting.clear()
                 while scores.has_work:
@@ -259,7 +259,7 @@ class DecodingEngine:
             self.chain.result()
 
     def _act(self) -> bool:
-        """Takes in what came, then starts a pass or takes a result; False: nothing to do."""
+        """Handle new requests, then start a pass or take a result; False: nothing to do."""
         try:
             while not self._inbox.empty():
                 self._inbox.get()()

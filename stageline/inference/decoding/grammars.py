@@ -92,7 +92,7 @@ class RowMatcher:
 
 
 class Matchers:
-    """Makes matchers for one tokenizer; nothing is loaded before the first grammar comes."""
+    """Makes matchers for one tokenizer; nothing is loaded before the first grammar."""
 
     def __init__(self, load_tokenizer: Callable[[], Any]) -> None:
         self._vocabulary = functools.cache(lambda: _read_vocabulary(load_tokenizer()))

@@ -14,7 +14,7 @@ from typing import Any
 from stageline.inference.decoding.cache import take_out
 
 ROOM_TO_WAIT_FOR = 8  # an eighth of all rows
-LEAST_TOKENS = 128  # of a pass over prompts: smaller ones cost more than they gain
+LEAST_TOKENS = 128  # smaller passes over prompts cost more than they gain
 
 
 @dataclass(eq=False)
@@ -135,7 +135,7 @@ class Scheduler:
         self.num_stages = num_stages
         self.waiting: deque[Sequence] = deque()
         self.groups: dict[int, RunningGroup] = {}
-        self.leaving: list[tuple[int, int]] = []  # (group, row), told with the next order
+        self.leaving: list[tuple[int, int]] = []  # (group, row), sent with the next order
         self.reading: Sequence | None = None  # a prompt of which pieces are still to be read
         self._piece_tokens = self._num_read = 0  # size of a piece of `reading`; its tokens so far
         self._turn = itertools.count(1)
@@ -143,7 +143,7 @@ class Scheduler:
         self._num_pieces = 0  # number of pieces that were handed out
         self._was_piece = False  # whether the last pass that was handed out was a piece
 
-    # both are asked by other threads too: a list is made of the groups at once, before they change
+    # other threads call both: copy the groups into a list at once, before they change
 
     @property
     def num_running(self) -> int:
@@ -259,7 +259,7 @@ class Scheduler:
         if not ready:
             return None
         if may_wait and len(ready) == 1 and self._are_too_many():
-            # groups come one at a time: does the next one that comes home join it?
+            # groups return one at a time: wait if any of the others could join this one
             others = [other for other in self.groups.values() if other is not ready[0]]
             if all(self._may_join(ready[0], other) for other in others):
                 return None
