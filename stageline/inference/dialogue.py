@@ -95,7 +95,7 @@ class Dialogue:
         return True
 
     def answer(self, text: str) -> Answer:
-        """Asks with the pictures that wait; keeps question and answer, also one Ctrl-C stopped.
+        """Ask with the waiting pictures; keep question and answer, even if Ctrl-C stopped it.
 
         After an error the conversation is as it was before.
         """
@@ -384,7 +384,7 @@ class Server:
     def fit(
         self, told: list[Message], messages: list[Message], answering: Settings
     ) -> tuple[list[Message], int]:
-        """All messages as servers take them: what is too long they say."""
+        """Return all messages in the format of servers, which refuse what is too long."""
         return [_sent(message) for message in [*told, *messages]], 0
 
     def stream(self, prompt: list[Message], write: Write, answering: Settings) -> None:
@@ -452,7 +452,7 @@ def server_url(url: str) -> str:
 
 
 def _sent(message: Message) -> Message:
-    """A message with its pictures inside, as servers take them."""
+    """Return a message in the format of servers, which contains its pictures."""
     paths = pictures_of(message)
     if not paths:
         return message

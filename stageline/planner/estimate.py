@@ -93,7 +93,7 @@ class Cost:
         return self.weights + self.cache + self.beyond + self.answering
 
     def __add__(self, other: "Cost") -> "Cost":
-        """Both on one stage, this one first.
+        """Add two costs on one stage, this one first.
 
         Passes come one after the other, so the larger transient counts; that of the first item
         comes when the other one has not saved yet, or is through with its backward pass.
@@ -255,7 +255,7 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The most that is held at once, of the phases of a step."""
+        """The largest sum of bytes at one time, over the phases of a step."""
         return self.lasting + max(self.training, self.answers)
 
     @property
@@ -1050,7 +1050,7 @@ class ModelBytes:
 
     @property
     def weights(self) -> int:
-        """All of them."""
+        """Bytes of all weights."""
         return sum((*self.layers, self.tower), self.ends).weights
 
 

@@ -80,7 +80,7 @@ def _best_chain(
 
 
 def every_split(num_layers: int, num_stages: int) -> Iterator[list[int]]:
-    """All ways, at least one layer a stage."""
+    """Yield all ways, with at least one layer a stage."""
     for cuts in itertools.combinations(range(1, num_layers), num_stages - 1):
         places = (0, *cuts, num_layers)
         yield [end - start for start, end in itertools.pairwise(places)]
@@ -131,7 +131,7 @@ def best_split(
 
 
 def _neighbours(split: Sequence[int]) -> Iterator[list[int]]:
-    """One layer fewer on one stage, one more on another."""
+    """Yield partitions with one layer moved from one stage to another."""
     for giver, taker in itertools.permutations(range(len(split)), 2):
         if split[giver] > 1:
             moved = list(split)
@@ -215,7 +215,7 @@ class Placement:
         return fitting or self._chain(self._fullness)
 
     def _chain(self, value: StageValue) -> list[int]:
-        """The split of the smallest dearest stage; empty where every one is infinite."""
+        """Return the split whose most expensive stage is cheapest; empty if none is finite."""
         found = smallest_maximum(
             self.costs.num_layers,
             self.schedule.num_stages,

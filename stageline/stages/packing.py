@@ -453,7 +453,7 @@ def _batch(model: Any, rows: int, ids_N: torch.Tensor) -> Batch:
 
 @contextlib.contextmanager
 def _embedded(model: Any) -> Iterator[list[torch.Tensor]]:
-    """Catches what the embedding of the first stage gives, as a leaf of the graph."""
+    """Catch the output of the first stage's embedding, as a leaf of the graph."""
     found: list[torch.Tensor] = []
 
     def catch(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:

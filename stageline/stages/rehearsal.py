@@ -117,7 +117,7 @@ class ForwardTrace(TorchDispatchMode):
         return output
 
     def enter(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
-        """A module is called."""
+        """Record the call of a module."""
         self.now += 1
         leaves = []
         for path, value in walk({"a": args, "k": kwargs}):
@@ -173,7 +173,7 @@ def rehearse(whole: nn.Module, run: Callable[[], object], batch: Mapping[str, An
 def stand_ins(
     whole: nn.Module, *, dtype: torch.dtype, is_fake: bool | None = None
 ) -> Iterator[torch.dtype]:
-    """Gives a model on meta weights that it can run with, and takes them away again.
+    """Give a model on meta weights that it can run with, and remove them afterwards.
 
     What is tied stays tied. Numbers in the batch stay real, so code that asks for their values can.
     Yields the dtype that the model runs in.
@@ -236,7 +236,7 @@ def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
 
 
 def storage_of(value: torch.Tensor) -> int:
-    """Equal for views of each other."""
+    """Return a key that is equal for views of each other."""
     return value.untyped_storage()._cdata
 
 

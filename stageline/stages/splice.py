@@ -197,7 +197,7 @@ class Spliced(_Mixed):
                 module._modules[leaf] = Absent(child, kept={})
 
     def enlarge_hollow(self, paths: Sequence[str], num_rows: int) -> None:
-        """Embedding and head of other stages have got rows too: token ids may name them."""
+        """Give embedding and head of other stages more rows too: token ids may name them."""
         self._hollow = tuple(
             replace(hollow, shape=(max(num_rows, hollow.shape[0]), *hollow.shape[1:]))
             if hollow.path in paths

@@ -182,9 +182,9 @@ class CrossAttentionStage(VisionLanguageStage):
         return (vision.image_size // vision.patch_size) ** 2 + 1
 
     def modules_to_shard(self) -> list[torch.nn.Module]:
-        """Not those that attend to images: a replica without images passes them by.
+        """Return layers without cross-attention: a replica without images skips the others.
 
-        Weights of its own are gathered when a module is called, and all replicas must call it.
+        FSDP gathers the weights of a sharded module when all replicas call it.
         """
         attending = self.text_config.cross_attention_layers
         own = set(self.layers).difference(attending)
@@ -240,7 +240,7 @@ class CrossAttentionStage(VisionLanguageStage):
         return {CROSS_MASK: batch[CROSS_MASK][:, -1]}
 
     def decode_inputs(self, kept: Sequence[Batch], num_columns: int) -> Batch:
-        """The mask [B, T, M, S], by rows as many images as the fullest one has.
+        """Return the mask [B, T, M, S], with as many images a row as the fullest one has.
 
         It has a place for each column before the step's too: older releases of transformers look up
         the step's there, newer ones cut the last one out. Rows of only text see nothing.

@@ -240,7 +240,7 @@ def run_chain(
 def with_facts(
     stages: Sequence["StageModel"], micro_batches: Sequence[MicroBatch]
 ) -> list[MicroBatch]:
-    """Micro-batches with what stages read of them on the host, as those of a run have it.
+    """Return micro-batches with the host's facts for stages, as in a run.
 
     What padding comes to is then another number than in the whole model with its mask.
     """

@@ -122,7 +122,7 @@ class ScaledCopy:
         return model
 
     def facts(self, small: PretrainedConfig, partition: Sequence[int]) -> dict[str, Any]:
-        """All that a check depends on, as JSON has it; code by its hash, the part's too."""
+        """Return all that a check depends on, for JSON; code by its hash, the part's too."""
         package, owner = (
             Path(__file__).resolve().parents[1],
             getattr(self.function, "__self__", None),

@@ -72,7 +72,7 @@ class GrowingText:
         self._open_spaces = ""
 
     def add(self, token_id: int) -> str:
-        """The text that is certain now: no later token can change it."""
+        """Take a token; return the text that no later token can change."""
         if token_id in self._skipped:
             return ""
         self._window.append(token_id)
@@ -267,7 +267,7 @@ class Running:
             self.fail(error)
 
     def take(self, token_id: int, logprob: TokenLogprob | None, *, is_last: bool = False) -> None:
-        """One more token.
+        """Take one more token of the answer.
 
         Args:
             is_last: the answer's grammar lets nothing follow it.
@@ -296,7 +296,7 @@ class Running:
             self._call(AnswerPiece(self.key, text, ids, logprobs))
 
     def finish(self, reason: Literal["stop", "length", "cancelled"]) -> None:
-        """Tells the rest and the end."""
+        """Send the listener the rest of the text and the end."""
         self._tell(self.text.finish())
         if reason == "length" and self.text.is_stopped:  # the rest ended in a stop string
             reason = "stop"
@@ -325,7 +325,7 @@ class Running:
             self._is_deaf = self.is_cancelled = True
 
     def fail(self, error: Exception) -> None:
-        """Tells that there is no answer."""
+        """Send the listener the error in the place of an answer."""
         self.is_over = True
         self._call(Failed(self.key, error))
 
@@ -388,7 +388,7 @@ class ScoreQueue:
             _tell(listener, Failed(item.key, error))
 
     def next_order(self) -> tuple[PassOrder, dict[str, Tensor]]:
-        """The next pass and what it reads."""
+        """Return the next pass and its inputs."""
         rows: list[_Row] = []
         while self.waiting and self._goes_with(rows, self.waiting[0][0]):
             rows.append(self.waiting.popleft())
@@ -418,7 +418,7 @@ class ScoreQueue:
         return max(lengths) * len(lengths) <= most
 
     def take(self, order: PassOrder) -> None:
-        """The oldest pass is back."""
+        """Report the scores of the oldest pass, which is back."""
         for place, (item, listener) in enumerate(self._on_their_way.popleft()):
             if order.error is not None:
                 _tell(listener, Failed(item.key, EngineError(order.error)))

@@ -63,7 +63,7 @@ class SampledAnswer:
 
 @dataclass(eq=False)
 class _Row:
-    """An answer that grows."""
+    """An answer that is still being drawn."""
 
     number: int
     answer: SampledAnswer
@@ -320,7 +320,7 @@ class AnswerLoad:
 
     @property
     def moved_cells(self) -> int:
-        """Places of a buffer that is there twice while its lot grows, at most."""
+        """Return the largest number of places of a buffer that is copied while its lot grows."""
         return self.rows * whole_columns(self.columns)
 
 

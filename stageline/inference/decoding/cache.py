@@ -85,7 +85,7 @@ class FixedLayer(CacheLayerMixin):
             self._show(num_rows * count)
 
     def join(self, other: "FixedLayer", num_rows: int, num_new: int) -> None:
-        """Takes another group's rows behind the own ones; `columns` counts them already."""
+        """Append another group's rows; `columns` counts them already."""
         if not self._buffers and not other._buffers:
             return
         rows = slice(num_rows, num_rows + num_new)
@@ -118,7 +118,7 @@ class FixedLayer(CacheLayerMixin):
         self.keys, self.values = (buffer[:num_rows, :, :width] for buffer in self._buffers)
 
     def drop(self) -> None:
-        """Lets go of the buffers."""
+        """Free the buffers."""
         self._buffers, self.keys, self.values = (), None, None
 
     def get_seq_length(self) -> int:
@@ -231,7 +231,7 @@ class WindowLayer(CacheLayerMixin):
         return self._columns(self.keys, *used), self._columns(self.values, *used)
 
     def _columns(self, buffer: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """Columns of all rows: as each step does this four times a layer, in one operation."""
+        """Return some columns of all rows in one operation: a step does this four times a layer."""
         _, num_heads, _, size = buffer.shape
         shape = (self.window.num_rows, num_heads, count, size)
         return buffer.as_strided(shape, buffer.stride(), first * size)
@@ -332,7 +332,7 @@ class GroupCache(Cache):
             lengths[:] = [length for length in lengths for _ in range(count)]
 
     def swap(self, one: int, other: int) -> None:
-        """Two rows change places."""
+        """Exchange two rows."""
         for values in (self.window.first_columns, self.fixed.lengths):
             values[one], values[other] = values[other], values[one]
         fixed = [buffer for layer in self.fixed_layers for buffer in layer.row_buffers()]

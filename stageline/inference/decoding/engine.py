@@ -233,7 +233,7 @@ class DecodingEngine:
         *,
         num_waiting: Callable[[], int],
     ) -> Iterator[Result | Failed]:
-        """Takes items in, so many that the stages are busy, and yields what is done of them."""
+        """Take items in, enough to keep the stages busy, and yield their results."""
         source, is_over = iter(items), False
         while not is_over or done or self._running or self._scores.has_work:
             while not is_over and num_waiting() < 2 * self.limits.max_rows:
@@ -331,7 +331,7 @@ class DecodingEngine:
         self.chain.start(order, on_device)
 
     def _take(self, order: PassOrder) -> None:
-        """Hands out what an order brought."""
+        """Pass the results of an order on to its requests."""
         self._stage_seconds = [
             a + b for a, b in zip(self._stage_seconds, order.seconds, strict=True)
         ]

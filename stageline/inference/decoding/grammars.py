@@ -201,7 +201,7 @@ def _library() -> Any:
 
 @functools.cache
 def _executor() -> Any:
-    """Threads that all rows share."""
+    """Return the threads that all rows share."""
     from llguidance import LLExecutor
 
     return LLExecutor()

@@ -363,7 +363,7 @@ def padded_right(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
 
 
 def part_of(prompt: Prompt, piece: range) -> Prompt:
-    """Some tokens of the prompt that follow one another, and what else has a value for each."""
+    """Return a run of the prompt's tokens, with the other values for each of them."""
     shape = prompt["input_ids"].shape
     own = slice(piece.start, piece.stop)
     return {name: v[:, own] if v.shape == shape else v for name, v in prompt.items()}

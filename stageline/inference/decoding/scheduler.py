@@ -272,7 +272,7 @@ class Scheduler:
         return [group for group in self.groups.values() if group.is_home and group.members]
 
     def next_joins(self) -> list[tuple[int, int]]:
-        """(from, into) of groups at home that are better one, where there are too many."""
+        """Return (from, into) of returned groups to merge, if there are too many groups."""
         home = sorted(self._home(), key=lambda group: len(group.members))
         if not self._are_too_many() or len(home) < 2:
             return []
@@ -302,7 +302,7 @@ class Scheduler:
         return others + cells <= self.limits.max_cells
 
     def came_home(self, number: int) -> None:
-        """A pass of a group is back."""
+        """Record that a pass of a group is back."""
         group = self.groups[number]
         group.on_way.pop(0)
         group.since = next(self._turn)

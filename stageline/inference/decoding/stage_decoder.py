@@ -276,7 +276,7 @@ class StageDecoder:
             self.groups[number] = new
 
     def _prefill(self, order: PassOrder, tensors: Tensors) -> Tensors:
-        """The prompts of new rows, or a piece of one; at their ends they are in the group."""
+        """Read the prompts of new rows, or a piece of one; complete rows join the group."""
         first, end = order.span
         new = self.unfinished.pop(order.rows[0], None) if first else None
         if first and new is None:  # its pass failed
@@ -328,7 +328,7 @@ class StageDecoder:
         return _onwards(output, _others(tensors))
 
     def _welcome(self, order: PassOrder, place: int, ids_T: torch.Tensor, prompt_T: slice) -> None:
-        """A new row on the last stage."""
+        """Add a new row on the last stage."""
         sampling = order.settings[place]
         prompt = ids_T[prompt_T] if sampling.repetition_penalty != 1 else None
         row = self.sampled[order.rows[place]] = SampledRow(sampling, prompt, [])
@@ -341,7 +341,7 @@ class StageDecoder:
                 row.failure = error
 
     def _whole(self, order: PassOrder, tensors: Tensors) -> Tensors:
-        """One more token of rows that are read from their beginning, padded on the right.
+        """Choose one more token of rows that are read in full, padded on the right.
 
         So it serves models that know neither masks nor positions, as long as they look back only.
         """
