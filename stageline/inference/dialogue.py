@@ -95,7 +95,7 @@ class Dialogue:
         return True
 
     def answer(self, text: str) -> Answer:
-        """Asks with the pictures that wait; keeps question and answer, also one Ctrl-C stopped.
+        """Ask with the waiting pictures; keep question and answer, even if Ctrl-C stopped it.
 
         After an error the conversation is as it was before.
         """
@@ -132,7 +132,7 @@ class Dialogue:
     def image(self, path: str) -> None:
         """PATH: a picture for the next message"""
         if not self.engine.takes_images:
-            raise UserError("This model takes text alone. Chat with a vision-language model.")
+            raise UserError("This model takes only text. Chat with a vision-language model.")
         file = str(_file(path).absolute())
         open_picture(file)
         self.pictures.append(file)
@@ -195,7 +195,7 @@ class Dialogue:
 
 
 def note(text: str) -> None:
-    """Says something that is no answer."""
+    """Print a remark to stderr, in parentheses: it is not part of an answer."""
     print(f"({text})", file=sys.stderr)
 
 
@@ -223,7 +223,7 @@ def read_message(read: Callable[[str], str], *, prompt: str = "") -> str:
 
 
 def text_of(message: Message) -> str:
-    """What was written in a message."""
+    """Return the text of a message, without its pictures."""
     content = message["content"]
     return content if isinstance(content, str) else content[-1]["text"]
 
@@ -308,7 +308,7 @@ class LocalModel:
     def encode(self, messages: list[Message]) -> dict[str, torch.Tensor]:
         """Token ids of the prompt that some messages make."""
         images = [open_picture(path) for message in messages for path in pictures_of(message)]
-        # weight 0: nothing is learnt here, so a template may leave old answers out
+        # weight 0 keeps old answers out of the loss, so a template may leave them out
         unlearnt = [
             {**message, "weight": 0} if message["role"] == "assistant" else message
             for message in messages
@@ -377,14 +377,14 @@ class Server:
 
     @property
     def takes_images(self) -> bool:
-        """What the server says; where it says nothing, a try shows."""
+        """Whether the server's model takes images; True if the server does not say."""
         told = (getattr(self.card, "model_extra", None) or {}).get("stageline")
         return told.get("takes_images", True) if isinstance(told, dict) else True
 
     def fit(
         self, told: list[Message], messages: list[Message], answering: Settings
     ) -> tuple[list[Message], int]:
-        """All messages as servers take them: what is too long they say."""
+        """Return all messages in the format of servers, which refuse what is too long."""
         return [_sent(message) for message in [*told, *messages]], 0
 
     def stream(self, prompt: list[Message], write: Write, answering: Settings) -> None:
@@ -395,7 +395,7 @@ class Server:
         self.num_asked += 1
         body = {"model": self.endpoint.name, "messages": prompt}
         body |= {"max_tokens": answering["max_new_tokens"], "temperature": answering["temperature"]}
-        # what has no effect is not sent: servers may refuse what OpenAI's does not know
+        # omit settings without effect: servers may refuse fields that OpenAI's does not have
         if answering["temperature"] > 0:
             body["seed"] = answering["seed"] + self.num_asked  # another one when asked again
             body |= {"top_p": answering["top_p"]} if answering["top_p"] < 1 else {}
@@ -447,12 +447,12 @@ def server_url(url: str) -> str:
     """The address of the API: `/v1` is added to a bare host."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise UserError(f"`server` {url!r} is no address. Write it as http://127.0.0.1:8000.")
+        raise UserError(f"`server` {url!r} is not an address. Write it as http://127.0.0.1:8000.")
     return url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1"
 
 
 def _sent(message: Message) -> Message:
-    """A message with its pictures inside, as servers take them."""
+    """Return a message in the format of servers, which contains its pictures."""
     paths = pictures_of(message)
     if not paths:
         return message

@@ -93,7 +93,7 @@ def generate(
         for place, length in lengths.items():
             try:
                 rooms[place] = min(max_new_tokens, answer_room(length, positions))
-            except UserError as error:  # as an engine does: the others are answered
+            except UserError as error:  # the row fails, as in an engine; the others are answered
                 answers[place] = failed_answer(Failed("", error))
         is_apart = _is_long(model, batch["input_ids"].shape[1] + max_new_tokens)
         is_apart |= not (batch["attention_mask"].all() or answers_alike(model))
@@ -159,7 +159,7 @@ def generate_batch(
 
 
 def _on_device(batch: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Where the model embeds; other devices are reached by its own hooks."""
+    """Move a batch to the device of the embeddings; hooks of the model reach other devices."""
     device = next(model.get_input_embeddings().parameters()).device
     return {
         name: value.to(device, model.dtype if value.is_floating_point() else None)
@@ -186,7 +186,7 @@ class ScoredRow:
     """A row of tokens.
 
     Attributes:
-        num_targets: so many of its last tokens are scored, each given all tokens before it.
+        num_targets: number of last tokens that are scored, each given all tokens before it.
         name: what errors call it.
         images: that its image tokens stand for.
     """
@@ -245,7 +245,7 @@ def text_tokens(rendered: Rendered, *, processor: Any) -> list[int]:
 
 
 def first_token(processor: Any) -> int:
-    """What stands before a text that has nothing before it: the first token, or else the last."""
+    """Return the token to put before a text: the tokenizer's bos_token, or else its eos_token."""
     tokenizer = get_tokenizer(processor)
     for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token_id is not None:
@@ -257,7 +257,7 @@ def first_token(processor: Any) -> int:
 
 
 def windows(num_tokens: int, *, max_length: int, stride: int | None = None) -> Iterator[slice]:
-    """Where the windows of a text begin and end, and how much of each is scored.
+    """Yield the start and end of each window of a text, and how much of it is scored.
 
     Counts in a list of `num_tokens` tokens to be scored with the first token before them. The model
     reads all tokens of a window but its last, at most `max_length`.
@@ -341,7 +341,7 @@ def score_rows(
 
 
 def longest_row(model: Any) -> int | None:
-    """So many tokens the model reads at most; None where it does not say."""
+    """Return the most tokens the model reads in a row; None where it does not say."""
     if not isinstance(model, torch.nn.Module):
         # vLLM makes one token more than it scores
         return getattr(model, "max_scored", model.max_length)
@@ -349,7 +349,7 @@ def longest_row(model: Any) -> int | None:
 
 
 def _is_long(model: PreTrainedModel, length: int) -> bool:
-    """Whether a row of so many tokens may change the rotary frequencies of those beside it."""
+    """Whether a row of `length` tokens may change the rotary frequencies of other rows."""
     most = short_length(model.config.get_text_config(decoder=True))
     return most is not None and length > most
 
@@ -365,7 +365,7 @@ def _forward(
     starts = [length - row.num_targets for length, row in zip(lengths, rows, strict=True)]
     first = min(starts)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        # the head is applied to places that are asked for alone: vocabularies are large
+        # apply the head only to places that are asked for: vocabularies are large
         inputs["logits_to_keep"] = torch.arange(
             first, max(lengths), device=inputs["input_ids"].device
         )
@@ -437,7 +437,7 @@ def text_result(scores: Sequence[Scored | Failed], text: str) -> dict[str, Any]:
         "text": "",
         "logprob": logprob,
         "num_tokens": num_tokens,
-        "num_words": len(re.split(r"\s+", text)),  # as lm-evaluation-harness counts them
+        "num_words": len(re.split(r"\s+", text)),  # lm-evaluation-harness counts words so
         "num_bytes": len(text.encode()),
         "num_windows": len(scores),
     }

@@ -1,12 +1,12 @@
 """Cuts a transformers model over the devices of one machine: a device_map for inference.
 
-Only the layers of the language model are split, and a tower that is too large. The last layer lies
-with the first: embeddings and head are there as well, so hidden states come back instead of logits,
-and a tied head finds its weight. Of the other layers each device has a run of neighbours, such that
-the fullest device is as empty as can be; or, where the user says what the tower takes, the number
-of layers decides. Loads nothing.
+Only the layers of the language model are split, and a tower that is too large. The last layer is
+on the device of the first: embeddings and head are there as well, so hidden states come back
+instead of logits, and a tied head finds its weight. Each device has a run of neighbours of the
+other layers, such that the fullest device is as empty as can be; or, where the user says what the
+tower takes, the number of layers decides. Loads nothing.
 
-Accelerate's maps are no base for it: they put the last layer on the last device and know weights
+Accelerate's maps are not a base for it: they put the last layer on the last device and know weights
 only (both are compared in benchmarks/model_cutter_2026-11-22.md).
 """
 
@@ -35,12 +35,12 @@ from stageline.planner.estimate import (
 from stageline.planner.partition import smallest_maximum
 
 GIB = 1024**3
-HEADROOM = 0.05  # of a device: the allocator's gaps, the context of the libraries
+HEADROOM = 0.05  # share of a device for the allocator's gaps and the context of CUDA libraries
 
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """What lies on one device.
+    """The layers and bytes of one device.
 
     Attributes:
         layers: their indices.
@@ -55,12 +55,12 @@ class DeviceBytes:
 
     @property
     def workspace(self) -> int:
-        """The fullest moment beside weights and complete caches."""
+        """Bytes at the fullest moment, without weights and complete caches."""
         return self.cost.answering + self.cost.beyond
 
     @property
     def fraction(self) -> float:
-        """Of its memory, at the fullest moment."""
+        """Share of the device's memory in use at the fullest moment."""
         return self.cost.while_answering / self.memory if self.memory else 0.0
 
 
@@ -102,8 +102,8 @@ def place(model: ModelBytes, memory: Sequence[int], *, may_cut_tower: bool = Tru
 def _deal(model: ModelBytes, memory: Sequence[int], *, cuts_tower: bool = False) -> Homes:
     """Deal out runs of neighbours, at least one layer or block a device; exact.
 
-    The last layer lies on device 0; where the tower is cut, its blocks lead the run and the first
-    layer lies on device 0 as well.
+    The last layer is on device 0; where the tower is cut, its blocks lead the run and the first
+    layer is on device 0 as well.
     """
     num_blocks, num_layers = len(model.blocks), len(model.layers)
     if len(memory) == 1:
@@ -129,7 +129,7 @@ def _deal(model: ModelBytes, memory: Sequence[int], *, cuts_tower: bool = False)
 
 
 def device_bytes(model: ModelBytes, homes: Homes, memory: Sequence[int]) -> list[DeviceBytes]:
-    """Return what lies where; also for maps that were made otherwise."""
+    """Return the layers and bytes of each device; also for maps that were made otherwise."""
     found = []
     for device, limit in enumerate(memory):
         indices = tuple(index for index, own in enumerate(homes.layers) if own == device)
@@ -225,7 +225,7 @@ def layer_devices(num_layers: int, num_devices: int, *, visual_gpu_ratio: float 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run says of its devices.
+    """The settings of a run for its devices.
 
     Attributes:
         memory: bytes that are free on each device; None: the devices are asked.
@@ -264,7 +264,7 @@ class ModelCutter:
         self.load = load or Load()
 
     def device_map(self) -> dict[str, int]:
-        """Module path -> device; every parameter and buffer lies below exactly one path."""
+        """Return module path -> device; every parameter and buffer is below exactly one path."""
         placed: dict[str, int] = {}
         lists = {layers_path(self.model): self.homes.layers}
         tower = blocks_path(self.model)
@@ -286,19 +286,19 @@ class ModelCutter:
         return Homes(tuple(devices), (0,) * (len(module_list(self.model, tower)) if tower else 0))
 
     def devices(self) -> list[DeviceBytes]:
-        """Return what will lie on each."""
+        """Return the layers and bytes of each device."""
         return device_bytes(self.bytes, self.homes, self.memory or [0] * self.num_devices)
 
     @cached_property
     def bytes(self) -> ModelBytes:
-        """What each part of the model needs; measured once."""
+        """The bytes of each part of the model; measured once."""
         model = self.model
         if any(not parameter.is_meta for parameter in model.parameters()):
             model = model_on_meta(model.config, dtype=model.dtype)
         return measure_model(model, self.load)
 
     def _place(self, path: str, lists: Mapping[str, Sequence[int]], placed: dict[str, int]) -> None:
-        """Descend only where lists are below; everything beside them goes to device 0."""
+        """Descend only where lists are below; everything else goes to device 0."""
         module = self.model.get_submodule(path)
         prefix = f"{path}." if path else ""
         if path in lists:

@@ -25,7 +25,7 @@ from stageline.errors import DataError, UserError
 
 
 class Pace:
-    """Lets so many requests a minute through, evenly; threads wait their turn."""
+    """Lets `per_minute` requests through each minute, evenly; threads wait their turn."""
 
     def __init__(self, per_minute: float | None) -> None:
         self._gap = 60.0 / per_minute if per_minute else 0.0
@@ -44,7 +44,7 @@ class Pace:
 
 @dataclass
 class Endpoint:
-    """Where a model is, and how often it may be asked; the fields are those of `builder` remote.
+    """Address and limits of a remote model; the fields are those of `builder` remote.
 
     Attributes:
         base_url: None: OpenAI's own server.
@@ -61,7 +61,7 @@ class Endpoint:
     output_price: float | None = None
 
     def __post_init__(self) -> None:
-        self.pace = Pace(self.requests_per_minute)  # of all batches together
+        self.pace = Pace(self.requests_per_minute)  # all batches share it
 
     def client(self) -> Any:
         """Return a client of the package openai; a UserError where package or key is missing."""
@@ -87,7 +87,7 @@ class Endpoint:
 
 
 def send(client: Any, body: dict[str, Any], **options: Any) -> Any:
-    """Send a request as it is, with fields that the package does not know."""
+    """Send a request with its extra fields, which the package openai does not define."""
     others = {name: value for name, value in body.items() if name not in ("model", "messages")}
     return client.chat.completions.create(
         model=body["model"], messages=body["messages"], extra_body=others, **options
@@ -109,7 +109,7 @@ def messages_of(
     """
     if len(images or ()) != prompt.num_images:
         raise DataError(
-            f"{name}: {len(images or ())} images came with {prompt.num_images} places for images. "
+            f"{name}: {len(images or ())} images for {prompt.num_images} places. "
             "Correct the row, or the template ([IMAGE])."
         )
     urls = iter([image_url(image, name=name, max_side=max_image_side) for image in images or ()])
@@ -130,7 +130,7 @@ def messages_of(
 
 
 def _content(pieces: Iterable[Piece], urls: Iterator[str]) -> str | list[dict[str, Any]]:
-    """Plain text where there is no image: older servers know nothing else."""
+    """Return a message's content; plain text if it has no image, for older servers."""
     parts: list[dict[str, Any]] = []
     for piece in pieces:
         if piece.is_image:

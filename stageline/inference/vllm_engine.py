@@ -29,8 +29,8 @@ from stageline.inference.decoding.request import (
 from stageline.inference.generation import stop_ids_of
 from stageline.model_folder import load_config
 
-IMAGES = "images"  # in a prompt, beside the tensors
-MOST_AT_ONCE = 256  # handed over together; vLLM batches among these
+IMAGES = "images"  # key of a prompt's images; its other values are tensors
+MOST_AT_ONCE = 256  # requests that are handed over together; vLLM batches among these
 SMALLEST = 1e-6
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -71,7 +71,7 @@ class VllmEngine:
     Args:
         folder: a plain Hugging Face folder with weights and tokenizer.
         processor: of this folder; encodes prompts and writes texts.
-        stop_ids: end an answer, where a request names none, beside those that vLLM finds.
+        stop_ids: end an answer, where a request names none, in addition to those that vLLM finds.
         max_length: longest prompt with its answer, in tokens; None: as many as the model has.
         images_per_prompt: most images of a prompt.
         options: further arguments of `vllm.LLM`, such as quantization or enforce_eager.
@@ -112,7 +112,7 @@ class VllmEngine:
         return self.max_length - 2
 
     def encode(self, rendered: Rendered, images: Images = None) -> dict[str, Any]:
-        """What a `Request` for this engine has as its prompt.
+        """Return the prompt of a `Request` for this engine.
 
         The text of an image stays one placeholder, which vLLM itself writes out.
         """
@@ -132,7 +132,7 @@ class VllmEngine:
         return self._each(items, lambda _: params, _scored)
 
     def _each(self, items: Iterable[Any], params: Any, result: Any) -> Iterator[Any]:
-        """What `result` makes of each item and its output; failures of a portion come first."""
+        """Yield `result` of each item and its output; failures of a portion come first."""
         source = iter(items)
         while together := list(itertools.islice(source, MOST_AT_ONCE)):
             good, prompts = [], []
@@ -158,7 +158,7 @@ class VllmEngine:
         if not images:
             return self._vllm.TokensPrompt(prompt_token_ids=ids)
         if get_image_processor(self.processor) is None:
-            raise UserError("a prompt came with images, but the model is one of text alone.")
+            raise UserError("The prompt has images, but this model takes only text.")
         return self._vllm.TokensPrompt(
             prompt_token_ids=ids, multi_modal_data={"image": list(images)}
         )
@@ -213,7 +213,7 @@ class VllmEngine:
 
 
 def _scored(item: ScoreRequest, output: Any) -> Scored:
-    """From what vLLM says of each token of a prompt: that token's and the likeliest one's."""
+    """Return a row's scores from vLLM's log-probabilities of its prompt."""
     count = item.num_targets
     pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[-count:]
     return Scored(
@@ -224,7 +224,7 @@ def _scored(item: ScoreRequest, output: Any) -> Scored:
 
 
 def _logprob(token_id: int, there: Mapping[int, Any], num_top: int) -> TokenLogprob:
-    """Of one place: the token's, which vLLM always adds, and those of the likeliest ones."""
+    """Return the log-probability of a token, which vLLM always adds, and of the likeliest ones."""
     top = sorted(there.items(), key=lambda pair: pair[1].rank)
     likeliest = tuple((other, value.logprob) for other, value in top if value.rank <= num_top)
     return TokenLogprob(token_id, there[token_id].logprob, likeliest)

@@ -1,1 +1,1 @@
-"""What a run will cost: seconds, memory, and where the layers are best placed."""
+"""Costs of a run in seconds and memory, and the best placement of its layers."""

@@ -56,7 +56,7 @@ from stageline.stage import Stage
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one item, or of several on one stage, with one micro-batch.
+    """Seconds and bytes of one item, or of several on one stage, with one micro-batch.
 
     Attributes:
         forward, backward: seconds; the backward pass in one piece.
@@ -93,7 +93,7 @@ class Cost:
         return self.weights + self.cache + self.beyond + self.answering
 
     def __add__(self, other: "Cost") -> "Cost":
-        """Both on one stage, this one first.
+        """Add two costs on one stage, this one first.
 
         Passes come one after the other, so the larger transient counts; that of the first item
         comes when the other one has not saved yet, or is through with its backward pass.
@@ -118,14 +118,14 @@ _NOT_SUMMED = ("transient", "answering", "trains")
 _SUMMED = [item.name for item in fields(Cost) if item.name not in _NOT_SUMMED]
 
 
-# Between two processes of one machine; assumed where not measured: enough to tell apart ways to run
-# whose passes take the same time, of which the one with fewer hand-overs is faster.
+# Between two processes of one machine; assumed where not measured: this ranks ways to run that have
+# passes of the same time, and the way with fewer hand-overs is faster.
 CPU_LATENCY, CPU_BYTES_PER_SECOND = 1e-3, 1e9
-LATENCY, BYTES_PER_SECOND = 2e-5, 2e10  # of accelerators
+LATENCY, BYTES_PER_SECOND = 2e-5, 2e10  # between accelerators
 
 
 def hand_over_seconds(num_bytes: int, *, on_cpu: bool) -> float:
-    """What a tensor takes from a rank to the next, roughly."""
+    """Return the seconds a tensor takes from a rank to the next, roughly."""
     if on_cpu:
         return CPU_LATENCY + num_bytes / CPU_BYTES_PER_SECOND
     return LATENCY + num_bytes / BYTES_PER_SECOND
@@ -165,11 +165,11 @@ class ModelCosts:
         return len(self.layers)
 
     def stage(self, start: int, end: int) -> Cost:
-        """Of a stage with layers `start` to `end` - 1, and what belongs to it at either end."""
+        """Return the cost of a stage with layers `start` to `end` - 1, including its model ends."""
         return self._stages[start, end]
 
     def stages(self, partition: Sequence[int]) -> list[Cost]:
-        """Of all stages of a partition."""
+        """Return the cost of each stage of a partition."""
         ends = itertools.accumulate(partition)
         return [self.stage(end - count, end) for count, end in zip(partition, ends)]
 
@@ -181,19 +181,19 @@ class ModelCosts:
             for end in range(start + 1, self.num_layers + 1):
                 cost = cost + self.layers[end - 1]
                 is_last = end == self.num_layers
-                # what a stage sends on stays with it: the backward pass begins there
+                # a stage keeps the tensors it sends on: the backward pass begins there
                 sent = Cost(saved=0 if is_last or not cost.saved else self.border)
                 found[start, end] = cost + (self.last if is_last else sent)
         return found
 
 
 def flow_of(stages: Sequence[Cost]) -> GradFlow:
-    """Which stages have what to do in the backward pass."""
+    """Return what each stage has to do in the backward pass."""
     return grad_flow([stage.trains for stage in stages])
 
 
 def durations_of(stages: Sequence[Cost]) -> Mapping[tuple[int, Kind], float]:
-    """Seconds of every pass of every stage, as `simulate` wants them."""
+    """Return the seconds of every pass of every stage, for `simulate`."""
     return {
         (index, kind): getattr(stage, kind.name.lower())
         for index, stage in enumerate(stages)
@@ -203,13 +203,13 @@ def durations_of(stages: Sequence[Cost]) -> Mapping[tuple[int, Kind], float]:
 
 @dataclass(frozen=True)
 class MemoryRules:
-    """What does not follow from the model.
+    """Memory figures that do not follow from the model.
 
     Attributes:
         optimizer_bytes: state of the optimizer for each trained element.
-        update_bytes: what an update takes beside it, for each trained element.
+        update_bytes: peak of an update, without that state, for each trained element.
         shards: replicas that share weights and optimizer state; in a step each has whole weights
-            and gradients beside its shares.
+            and gradients in addition to its shares.
         workspace: bytes of libraries on each device.
     """
 
@@ -229,7 +229,7 @@ class RankMemory:
         inputs: micro-batches that wait on the device, and tensors under way between ranks.
         update: of the optimizer while it works; activations are gone by then.
         cache: keys and values, while the model answers; gone before it trains.
-        answering: of a pass that answers, beside them.
+        answering: of a pass that answers, without the cache.
     """
 
     weights: int
@@ -245,27 +245,27 @@ class RankMemory:
 
     @property
     def state(self) -> int:
-        """What training adds to the weights."""
+        """Bytes that training adds to the weights."""
         return self.gradients + self.masters + self.optimizer
 
     @property
     def lasting(self) -> int:
-        """What is there in each moment of a step."""
+        """Bytes that are in use at each moment of a step."""
         return self.weights + self.state + self.workspace
 
     @property
     def peak(self) -> int:
-        """The most that is held at once, of the phases of a step."""
+        """The largest sum of bytes at one time, over the phases of a step."""
         return self.lasting + max(self.training, self.answers)
 
     @property
     def answers(self) -> int:
-        """The most beside what lasts, while the model answers."""
+        """The peak while the model answers, without `lasting`."""
         return self.cache + self.answering
 
     @property
     def training(self) -> int:
-        """The most beside what lasts, in passes that train and in the update."""
+        """The peak in passes that train and in the update, without `lasting`."""
         return self.inputs + max(self.activations, self.update)
 
 
@@ -309,9 +309,9 @@ def memory_of(
     num_trained = total.num_trainable - tied.num_trainable
     weights, masters = total.weights - tied.weights, total.masters - tied.masters
     shares = 0
-    if rules.shards > 1:  # of half a type, a share is the master itself
+    if rules.shards > 1:  # the share of a weight in half precision is its float32 master
         shares = (weights - masters // 2) // rules.shards
-    # a tensor comes while another is worked on: one for each border
+    # a tensor arrives while another is in use: one for each border
     num_borders = sum((stage > 0) + (stage < num_stages - 1) for stage in held)
     return RankMemory(
         weights=weights + shares,
@@ -351,7 +351,7 @@ def most_in_flight(schedule: Schedule, num_micro_batches: int) -> list[int]:
     ]
 
 
-KEPT_FREE = 0.05  # of an accelerator: the allocator's gaps and the libraries
+KEPT_FREE = 0.05  # share of an accelerator for the allocator's gaps and CUDA libraries
 
 
 def device_capacity(device: torch.device, *, num_local_ranks: int, gib: float | None = None) -> int:
@@ -374,7 +374,7 @@ def device_capacity(device: torch.device, *, num_local_ranks: int, gib: float | 
 # -- the items of a stage model, timed and weighed on a device -------------------------------------
 # No checkpoint is read, and at no time does more of the model exist than one item.
 
-# (stage=1, num_stages=3, partition=[i, 1, n - i - 1], device=...) -> layer i alone
+# (stage=1, num_stages=3, partition=[i, 1, n - i - 1], device=...) -> only layer i
 MakePiece = Callable[..., Stage]
 FIRST, MIDDLE, LAST = range(3)
 MASTER_BYTES = GRADIENT_BYTES = 4  # float32, whatever the weights are
@@ -401,7 +401,7 @@ class Outline(ModelCosts):
 
     @cached_property
     def trains(self) -> list[bool]:
-        """Of all items: first, layers, last."""
+        """Whether each item trains: first, layers, last."""
         return [item.trains for item in (self.first, *self.layers, self.last)]
 
     def computes(self, item: int) -> bool:
@@ -494,7 +494,7 @@ LossFor = Callable[[Any], LossOf]
 
 @dataclass(frozen=True)
 class Workload:
-    """What the items are run on.
+    """The micro-batch, loss and device with which the items are run.
 
     Attributes:
         batch: a micro-batch as stage 0 gets it, pixels included.
@@ -643,7 +643,7 @@ class ItemRun:
         is_recomputed = recomputes(self.model)
 
         def mark(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
-            # what a layer gets by name (masks, rotary tables) all layers of a stage get
+            # layers of a stage share their arguments by name (masks, rotary tables)
             others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
             saved.share((args[1:], others), is_held=is_recomputed)
 
@@ -745,7 +745,7 @@ def estimate(outline: Outline, *, shape: tuple[int, int]) -> ModelCosts:
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:
-    """The library's class that builds the model of a config."""
+    """Return the transformers class that builds the model of a config."""
     is_visual = getattr(config, "vision_config", None) is not None
     return AutoModelForImageTextToText if is_visual else AutoModelForCausalLM
 
@@ -766,7 +766,7 @@ def module_list(model: nn.Module, path: str) -> nn.ModuleList:
 
 
 def layers_path(model: PreTrainedModel) -> str:
-    """Where the one list of decoder layers lies, beside the token embeddings."""
+    """Return the path of the one list of decoder layers, a sibling of the token embeddings."""
     text_model = text_model_path(model)
     wanted = model.config.get_text_config(decoder=True).num_hidden_layers
     found = [
@@ -776,7 +776,7 @@ def layers_path(model: PreTrainedModel) -> str:
     ]
     if len(found) != 1:
         raise UserError(
-            f"{type(model).__name__} has {len(found)} lists of {wanted} layers beside its "
+            f"{type(model).__name__} has {len(found)} lists of {wanted} layers next to its "
             "embeddings. Use `num_devices` 1, or a builder that makes the device_map."
         )
     return found[0]
@@ -789,7 +789,7 @@ def text_model_path(model: PreTrainedModel) -> str:
 
 
 def blocks_path(model: PreTrainedModel) -> str | None:
-    """Where the list of blocks of a vision tower lies; None where they must stay together.
+    """Return the path of a vision tower's list of blocks; None where they must stay together.
 
     Towers that join what several blocks made, Mllama's for instance, do so on one device.
     """
@@ -812,7 +812,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Stored:
-    """How the quantised linear layers of a model are stored.
+    """The storage format of the quantized linear layers of a model.
 
     Attributes:
         bits: of a weight.
@@ -837,7 +837,7 @@ class Stored:
 
 
 def stored_of(config: PretrainedConfig) -> Stored | None:
-    """Return what a config says of quantised weights; None: nothing, or an unknown method."""
+    """Return a config's storage of quantized weights; None if it has none or is unknown."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return None
@@ -881,7 +881,7 @@ def _tensor_sizes(model: PreTrainedModel) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Load:
-    """What a model is asked for at once.
+    """The rows and images that a model answers at once.
 
     Attributes:
         rows: answers that are made together.
@@ -902,7 +902,7 @@ class Load:
 
 
 def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> list[Cost]:
-    """Run the decoder of a model on the meta device; return what each layer holds beside weights.
+    """Run the decoder on the meta device; return each layer's bytes, without its weights.
 
     The cache is that of the complete answer, whose last token is in no cache.
 
@@ -948,11 +948,11 @@ def on_meta(watch: PeakBytes, model: nn.Module) -> Iterator[None]:
 
 
 def layer_tensors(layer: object) -> list[torch.Tensor]:
-    """What a layer of a cache keeps, whatever kind it is of."""
+    """Return the tensors of a layer of a cache, whatever its kind."""
     found, waiting = [], [*vars(layer).values()]
     while waiting:
         value = waiting.pop()
-        if isinstance(value, torch.Tensor) and value.dim() > 0:  # sizes of windows are no cache
+        if isinstance(value, torch.Tensor) and value.dim() > 0:  # a scalar is a window's size
             found.append(value)
         elif isinstance(value, list | tuple):
             waiting += value
@@ -980,7 +980,7 @@ def _inputs(model: PreTrainedModel, load: Load, image_tokens: int) -> dict[str, 
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Counts attention as the kernels of a GPU do it: scores never lie in memory as a whole."""
+    """Counts attention as GPU kernels compute it: the scores are never in memory as a whole."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         chosen = _attend if func is F.scaled_dot_product_attention else func
@@ -1002,7 +1002,7 @@ def _attend(
 
 @contextmanager
 def _light_experts(model: nn.Module) -> Iterator[None]:
-    """Which rows an expert gets depends on values: here all go through all that they chose."""
+    """Replace experts with one that gets all chosen rows: real routing depends on values."""
 
     def pass_all(
         experts: nn.Module, hidden: torch.Tensor, *routed: torch.Tensor, **_: object
@@ -1011,7 +1011,7 @@ def _light_experts(model: nn.Module) -> Iterator[None]:
         num_chosen = 1 if chosen is None else chosen.shape[-1]
         num_rows = hidden.numel() // hidden.shape[-1] * num_chosen
         widths = [sum(p.shape[-2:]) for p in experts.parameters(recurse=False) if p.dim() == 3]
-        held = hidden.new_empty((num_rows, sum(widths)))  # counted, beside what is returned
+        held = hidden.new_empty((num_rows, sum(widths)))  # counted in addition to the output
         made = torch.empty_like(hidden)
         del held
         return made
@@ -1030,7 +1030,7 @@ def _light_experts(model: nn.Module) -> Iterator[None]:
             del module.forward
 
 
-LOGIT_COPIES = 3  # of the last logits that a step holds in float32 while it chooses a token
+LOGIT_COPIES = 3  # a step that chooses a token holds this many float32 copies of its logits
 
 
 @dataclass(frozen=True)
@@ -1050,7 +1050,7 @@ class ModelBytes:
 
     @property
     def weights(self) -> int:
-        """All of them."""
+        """Bytes of all weights."""
         return sum((*self.layers, self.tower), self.ends).weights
 
 
@@ -1137,7 +1137,7 @@ def _pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
     return int(height), int(width)
 
 
-ROWS = 8  # that decode together, where nobody says how many: it matters for experts alone
+ROWS = 8  # rows that decode together, if not given; matters only for experts
 
 
 def decode_bytes(model: PreTrainedModel, *, num_rows: int = ROWS) -> tuple[list[float], float]:
@@ -1145,7 +1145,7 @@ def decode_bytes(model: PreTrainedModel, *, num_rows: int = ROWS) -> tuple[list[
     share = _expert_share(model.config.get_text_config(decoder=True), num_rows)
 
     def read_bytes(module: nn.Module) -> float:
-        """Of all parameters but those that are looked up by row."""
+        """Return the bytes of all parameters but those that are looked up by row."""
         total = 0.0
         for name, child in module.named_modules():
             if not isinstance(child, nn.Embedding):

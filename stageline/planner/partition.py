@@ -80,7 +80,7 @@ def _best_chain(
 
 
 def every_split(num_layers: int, num_stages: int) -> Iterator[list[int]]:
-    """All ways, at least one layer a stage."""
+    """Yield all ways, with at least one layer a stage."""
     for cuts in itertools.combinations(range(1, num_layers), num_stages - 1):
         places = (0, *cuts, num_layers)
         yield [end - start for start, end in itertools.pairwise(places)]
@@ -131,7 +131,7 @@ def best_split(
 
 
 def _neighbours(split: Sequence[int]) -> Iterator[list[int]]:
-    """One layer fewer on one stage, one more on another."""
+    """Yield partitions with one layer moved from one stage to another."""
     for giver, taker in itertools.permutations(range(len(split)), 2):
         if split[giver] > 1:
             moved = list(split)
@@ -161,7 +161,7 @@ class Placement:
     most_steps: int = 300
 
     def expect(self, partition: Sequence[int]) -> Expectation:
-        """What a step takes with this partition."""
+        """Return the seconds and memory of a step with this partition."""
         return expect(
             self.costs,
             partition,
@@ -215,7 +215,7 @@ class Placement:
         return fitting or self._chain(self._fullness)
 
     def _chain(self, value: StageValue) -> list[int]:
-        """The split of the smallest dearest stage; empty where every one is infinite."""
+        """Return the split whose most expensive stage is cheapest; empty if none is finite."""
         found = smallest_maximum(
             self.costs.num_layers,
             self.schedule.num_stages,
@@ -270,7 +270,7 @@ class Choice:
         return self.schedule.num_stages // self.schedule.num_ranks
 
     def options(self) -> str:
-        """As it is typed."""
+        """Return the options of this choice, spelled as the user types them."""
         words = [f"`schedule` {self.schedule.name}", f"`num_stages` {self.schedule.num_stages}"]
         if self.stages_per_rank > 1:
             words.append(f"`stages_per_rank` {self.stages_per_rank}")
@@ -287,7 +287,7 @@ def advise(
     rules: MemoryRules,
     capacities: tuple[int, ...] | None = None,
 ) -> list[Choice]:
-    """All ways to run a step on so many ranks, by simulation, the most promising first.
+    """Return all ways to run a step on `num_ranks` ranks, simulated, the most promising first.
 
     Args:
         costs_of_size: micro-batch size -> measured costs.
@@ -310,7 +310,7 @@ def advise(
     choices.sort(key=lambda c: (c.overshoot, c.expectation.seconds))
 
     def rank(choice: Choice) -> tuple[bool, int, int]:
-        """Those as good as the best by simplicity, the others by time."""
+        """Return a key that sorts near-best choices by simplicity, others by time."""
         best = choices[0]
         is_tie = choice.expectation.seconds <= best.expectation.seconds * AS_GOOD
         is_good = is_tie and choice.overshoot == best.overshoot
@@ -343,13 +343,13 @@ def decode_partition(
 ) -> list[int] | None:
     """Layers per stage, from the bytes that a decode step of `num_rows` reads; loads nothing.
 
-    None: the model has fewer layers, or they do not lie where they are looked for, as those of BERT
-    and LongCat.
+    None: the model has fewer layers, or they are not where `layers_path` looks, as with BERT and
+    LongCat.
     """
     try:
         model = model_on_meta(config, dtype=dtype, trust_remote_code=trust_remote_code)
         layers, back = decode_bytes(model, num_rows=num_rows)
-    except (ValueError, AttributeError):  # what is no model at all is refused where it is built
+    except (ValueError, AttributeError):  # the builder refuses a config without a model
         return None
     sums = [0.0, *itertools.accumulate(layers)]
 

@@ -1,6 +1,6 @@
-"""Places the layers of a run on its stages, refuses what cannot fit, and says what to expect.
+"""Places the layers of a run on its stages, refuses what cannot fit, and predicts its costs.
 
-Everything comes as plain objects; no checkpoint is read. The arithmetic is in the files beside it.
+Takes plain objects; reads no checkpoint. The arithmetic is in the other files of this folder.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ _STAGES = (
     *("kept", "forward", "backward", "of slowest"),
 )
 _RANKS = ("rank", "weights", "state", "activations", "inputs", "peak", "device", "used")
-_ANSWERS = ("cache", "answering")  # of a run whose model answers; before the peak
+_ANSWERS = ("cache", "answering")  # only for a run whose model answers; before the peak
 
 
 def refusal(expectation: Expectation, capacities: Sequence[int]) -> str:
@@ -134,7 +134,7 @@ _COUNT, _SIDE = 8, 128  # parameters to try on
 def probe_optimizer(
     make_optimizer: MakeOptimizer, device: torch.device, *, shards: int = 1
 ) -> MemoryRules:
-    """What an optimizer holds and needs for each element, found by a step on small parameters.
+    """Return an optimizer's bytes for each element, found by a step on small parameters.
 
     Args:
         make_optimizer: gets {name: parameter}.
@@ -349,14 +349,14 @@ def place_together(
     Every rank calls this, with the capacity of its own device.
 
     Args:
-        make_planner: called on rank 0 alone.
+        make_planner: called only on rank 0.
     """
     gathered: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(gathered, capacity)
     found: list[list[int] | None] = [None]
     if dist.get_rank() == 0:
         planner = make_planner()
-        # of the first pipeline; its replicas are taken to be alike
+        # use the ranks of the first pipeline; its replicas are assumed to be alike
         found = [planner.place(kind, tuple(gathered[: planner.schedule.num_ranks]))]
     dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
     return found[0]

@@ -44,7 +44,7 @@ def simulate(
     flow: GradFlow | None = None,
     hand_over: float = 0.0,
 ) -> Simulation:
-    """Plays one step.
+    """Simulate one step.
 
     Args:
         orders: of each rank.
@@ -148,7 +148,7 @@ def expect(
 
 
 def rank_seconds(stages: Sequence[Cost], schedule: Schedule) -> list[float]:
-    """The least that each rank computes for one micro-batch."""
+    """Return the least time that each rank computes for one micro-batch."""
     splits = schedule.splits_backward
     return [
         sum(stages[stage].seconds(splits_backward=splits) for stage in schedule.stages_of(rank))

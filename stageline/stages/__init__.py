@@ -1,1 +1,1 @@
-"""How a transformers model is split at the borders of its layers, by what is called when."""
+"""Splits a transformers model between its layers, by the order of its modules' calls."""

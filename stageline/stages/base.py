@@ -47,7 +47,7 @@ from stageline.stage import Stage
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Where weights come from.
+    """Source of a stage's weights: a checkpoint, or a seed.
 
     Attributes:
         checkpoint_path: None: they are drawn.
@@ -66,14 +66,14 @@ def fill_stage(
     new_rows: NewRows | None,
     neftune_alpha: float = 0.0,
 ) -> None:
-    """Gives a stage on meta its weights, and says which of them train.
+    """Give a stage on meta its weights, and set which of them train.
 
     Args:
         source: None: it stays on meta.
         neftune_alpha: noise on the embeddings in training; 0: none.
     """
     if source is not None:
-        # whole weights wait on the host, one layer at a time goes on
+        # whole weights stay on the host; quantization then moves one layer at a time
         device = "cpu" if model.methods.quantization else source.device
         seed, path = source.seed, source.checkpoint_path
         if path is None:
@@ -106,7 +106,7 @@ class StageModel(Stage):
         whole_modules: paths of these modules, of all stages.
         lora: part -> its LoRA, of the arguments `lora`: see `lora_of_parts`.
         logits_chunk: above 0 the last stage returns hidden states in the place of logits, and
-            the loss makes logits of so many tokens at a time (stageline/modules/chunked_loss.py).
+            the loss makes logits of this many tokens at a time (stageline/modules/chunked_loss.py).
         vocabulary: module paths of embedding and head in the whole model.
         cached_configs: parts of the configuration, "" for all of it, whose `use_cache` is off here
             and on in what is saved.
@@ -246,7 +246,7 @@ class StageModel(Stage):
         return self.config.get_text_config(decoder=True)
 
     def num_layers(self) -> int:
-        """How many layers are split over the stages."""
+        """Return the number of layers that are split over the stages."""
         return self.text_config.num_hidden_layers
 
     def layer_name(self, index: int) -> str:
@@ -265,14 +265,14 @@ class StageModel(Stage):
         return f"{lists[0]}.{index}"
 
     def layer_kind(self, index: int) -> object:
-        """What sets a layer apart from others with parameters of the same shapes."""
+        """Return a key that tells apart layers with parameters of the same shapes."""
         types = getattr(self.text_config, "layer_types", None)
         return types[index] if types else None, index % self.checkpoint_every == 0
 
     def get_example_output(
         self, micro_batch_size: int, max_token_num: int | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """What this stage sends on: what the next stage expects. Empty on the last stage."""
+        """Return what this stage sends on, on the meta device; empty on the last stage."""
         if self.is_last:
             return ()
         return self._successor().get_example_input(micro_batch_size, max_token_num)
@@ -285,22 +285,22 @@ class StageModel(Stage):
         return successor
 
     def get_batch_input(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What this stage receives for one micro-batch, as tensors on the meta device.
+        """Return what this stage receives for one micro-batch, as tensors on the meta device.
 
         Override it where shapes depend on more than rows and tokens: on the images of the
-        micro-batch. Only the first stage has pixels, so ask its small integers alone.
+        micro-batch. Only the first stage has pixels, so use only its small integers.
         """
         return self.get_example_input(*batch["input_ids"].shape)
 
     def host_facts(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What goes into a micro-batch besides, so that no stage has to ask its device for it.
+        """Return additional entries for a micro-batch, so that no stage has to ask its device.
 
         Called where the micro-batch is made, on the host; the same on all stages.
         """
         return {}
 
     def get_batch_output(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What this stage sends on for one micro-batch. Empty on the last stage."""
+        """Return what this stage sends on for one micro-batch; empty on the last stage."""
         return () if self.is_last else self._successor().get_batch_input(batch)
 
     def part_of(self, name: str) -> str | None:
@@ -317,8 +317,8 @@ class StageModel(Stage):
     def frozen(self) -> None:
         """Sets `requires_grad` on every parameter by part.
 
-        A part with LoRA trains its outermost adapter alone, and modules that are to be trained
-        whole; above a quantised base nothing else trains. A tied head follows the embeddings,
+        A part with LoRA trains only its outermost adapter, and modules that are to be trained
+        whole; above a quantized base nothing else trains. A tied head follows the embeddings,
         whose weight it is.
         """
         trains = self.trained_rule()
@@ -326,7 +326,7 @@ class StageModel(Stage):
             parameter.requires_grad_(trains(name))
 
     def trained_rule(self) -> Callable[[str], bool]:
-        """Return a function that says of a parameter's name, on any stage, whether it trains."""
+        """Return a function that tells, from a parameter's name on any stage, whether it trains."""
         chosen = self.methods.trained_names(self)
 
         def trains(name: str) -> bool:
@@ -359,7 +359,7 @@ class StageModel(Stage):
         """Prunes `whole` to this stage and shares its modules; then puts LoRA on."""
         self.parameter_order = [name for name, _ in whole.named_parameters()]
         self.whole_names = names_in(whole)
-        # a buffer outside of the layers lies on every stage
+        # every stage has the buffers outside of the layers
         self.shared_names |= self.whole_names.tied | self.whole_names.buffers
         self.vocabulary = vocabulary_paths(whole)
         lora = self.start.lora_of(self.lora, self.part_of)
@@ -367,7 +367,7 @@ class StageModel(Stage):
         self.lora = find_targets(whole, self.parts(), lora, kept=self.whole_modules)
         self.prune(whole)
         forget_lengths(whole)
-        self.__dict__["whole"] = whole  # not a child: its children are ours
+        self.__dict__["whole"] = whole  # not a child: this stage has its children
         self.__dict__["_modules"] = whole._modules
         self.__dict__["_parameters"] = whole._parameters
         self.__dict__["_buffers"] = whole._buffers
@@ -379,7 +379,7 @@ class StageModel(Stage):
         raise NotImplementedError
 
     def wrap_lora(self) -> None:
-        """Wraps the linear layers of each part as often as its `*_lora_num` says."""
+        """Wrap the linear layers of each part `*_lora_num` times."""
         wrap_parts(self, self.parts(), self.lora)
 
     def layer_list(self) -> list[tuple[int, nn.Module]]:

@@ -1,7 +1,7 @@
 """Stages of decoder-only language models, and of reward models: for every decoder of transformers.
 
 The model's own forward runs on every stage, on the token ids: masks, rotary embeddings and the loop
-over layers stay the library's, and no model code is copied (stageline/stages/splice.py).
+over layers stay those of transformers, and no model code is copied (stageline/stages/splice.py).
 
 Shapes: B rows, T tokens, H hidden size, V vocabulary.
 """
@@ -81,7 +81,7 @@ READ_IN_PIECES = frozenset(
         *("idefics3", "smolvlm"),
     }
 )
-# what a token sees then depends on the tokens before it alone
+# with these layers, a token sees only the tokens before it
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -129,7 +129,7 @@ class CausalLMStage(Spliced, StageModel):
         ratio = stage_kwargs.get("visual_gpu_ratio")
         if ratio and not hasattr(self, "tower_partition"):
             raise no_tower("visual_gpu_ratio", ratio, config.model_type)
-        self.__dict__["config"] = config  # asked before the base class sets it
+        self.__dict__["config"] = config  # read before the base class sets it
         whole = self.build_whole(config, dtype=dtype, attn_implementation=attn_implementation)
         parts = {name: getattr(whole.config, name, None) for name in whole.config.sub_configs}
         configs: dict[str, Any] = {"": whole.config, **parts}
@@ -149,7 +149,7 @@ class CausalLMStage(Spliced, StageModel):
         self.router_loss: RouterLoss | None = None
         if asks:
             self.router_loss = find_router_loss(whole, coefficient=router_aux_loss_coef)
-        # the library would compute a loss of its own, and of all layers
+        # transformers would compute its own router loss, from all layers
         self.flags: dict[str, bool] = {FLAG: False} if asks or config_asks else {}
         self.adopt(whole)
 
@@ -162,11 +162,11 @@ class CausalLMStage(Spliced, StageModel):
             try:
                 kwargs |= attention_options(config, attn_implementation)
                 return called_alike(self.auto_class.from_config(config, dtype=dtype, **kwargs))
-            except Exception as error:  # the library raises what it likes
+            except Exception as error:  # from_config can raise any exception type here
                 raise refused_build(config, self.auto_class, error, attn_implementation) from error
 
     def find_plan(self, whole: PreTrainedModel) -> SplitPlan:
-        """How the whole model is split, by a rehearsal."""
+        """Return how the whole model is split, found by a tracing pass."""
         return plan_of(whole, run_whole, kind="logits", sizes=self.sizes)
 
     def find_paths(self, whole: PreTrainedModel) -> ModelPaths:
@@ -219,8 +219,8 @@ class CausalLMStage(Spliced, StageModel):
         return list(enumerate(cast(torch.nn.ModuleList, self.get_submodule(self.plan.layers))))
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
-        """What of the micro-batch the model's forward takes, besides its token ids."""
-        # of packed rows no mask, which would hide the borders
+        """Return the micro-batch's inputs of the model's forward, without its token ids."""
+        # packed rows get no mask: it would hide the borders of samples
         masks = ("attention_mask", "sample_ids") if is_packed(batch) else ()
         others = ("input_ids", ROW_LENGTHS, *masks)
         return {name: value for name, value in batch.items() if name not in others}
@@ -240,11 +240,11 @@ class CausalLMStage(Spliced, StageModel):
         return self._border(self.sizes(batch), has_pictures=True)
 
     def sizes(self, batch: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """What the letters in the shapes of borders stand for in a micro-batch."""
+        """Return the sizes of a micro-batch that the letters in shapes of borders stand for."""
         return sizes_of(self.config, batch)
 
     def _border(self, sizes: dict[str, int], *, has_pictures: bool) -> Tensors:
-        # a stage is asked about the one behind it by its number alone
+        # `_successor` changes only the number of a stage, so compute its border from that
         border = layer_range(self.partition, self.stage).start
         slots = self.plan.slots(border, has_pictures=has_pictures)
         floats = [slot.meta(sizes) for slot in slots if slot.dtype.is_floating_point]
@@ -257,7 +257,10 @@ class CausalLMStage(Spliced, StageModel):
         return False
 
     def _brings_pictures(self, came: Tensors, batch: Batch) -> bool:
-        """By what is there, where that tells: an answer may hold the token of a picture."""
+        """Whether pictures come in; token ids only decide where the inputs do not.
+
+        An answer may contain the token of a picture.
+        """
         if self.is_first:
             return any(is_pixel(name) for name in batch)
         borders = (self.layers.start, *([] if self.is_last else [self.layers.stop]))
@@ -266,7 +269,7 @@ class CausalLMStage(Spliced, StageModel):
             for has in (False, True)
         )
         if without == those:
-            return False  # the same crosses either way: a device need not be asked
+            return False  # the same tensors cross either way, so no device needs to be asked
         if came and len(without[0]) != len(those[0]):
             return len(came) == len(those[0])
         return self.has_pictures(batch)
@@ -275,8 +278,8 @@ class CausalLMStage(Spliced, StageModel):
     def can_decode(self) -> bool:
         """Whether keys and values are all that a stage has to remember of the tokens so far.
 
-        Not where stages need more of each other than hidden states, or where a trial of the model
-        says so: a token of an answer then reads its whole row anew.
+        False where stages need more of each other than hidden states, or where a trial of the model
+        fails: a token of an answer then reads its whole row again.
         """
         kinds = set(getattr(self.text_config, "layer_types", None) or ())
         return (
@@ -307,7 +310,7 @@ class CausalLMStage(Spliced, StageModel):
         return not (self.is_last and self.logits_chunk)
 
     def finish(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
-        """What the last stage gives where it does not run the model's own head."""
+        """Return the last stage's output where it does not run the model's own head."""
         return hidden_BTH
 
     def forward(
@@ -368,9 +371,9 @@ CLASSIFIER = "ForSequenceClassification"
 class RewardStage(CausalLMStage):
     """A stage of a reward model; the last one gives scores [B, T, 1], one for each token.
 
-    The model is the library's sequence classifier with one label: any of its decoders with a linear
-    layer `score` in the place of the output layer. It starts from a language model, whose output
-    layer is left out and whose `score` is new, or from such a classifier.
+    The model is the sequence classifier of transformers with one label: any of its decoders with a
+    linear layer `score` in the place of the output layer. It starts from a language model, whose
+    output layer is left out and whose `score` is new, or from such a classifier.
 
     A reward is the score at the last token of a row; the loss_fn part knows where that is.
     """
@@ -378,8 +381,8 @@ class RewardStage(CausalLMStage):
     auto_class = AutoModelForSequenceClassification
     is_tied = False
     gives_scores = True
-    runs_head = False  # the library's own would pick the last token by its id
-    # of a language model; older folders of gpt_neox have the second name
+    runs_head = False  # the forward of transformers would pick the last token by its id
+    # output layers of a language model; older folders of gpt_neox have the second name
     unused_names = ("lm_head.", "embed_out.")
 
     def __init__(self, config: PretrainedConfig, **stage_kwargs: Any) -> None:
@@ -421,7 +424,7 @@ class RewardStage(CausalLMStage):
     def build(cls, **options: Any) -> tuple[StageModel, object, int]:
         model, processor, pad_token_id = super().build(**options)
         if processor is not None:
-            # by it the library finds the end of a row when the saved folder is used
+            # transformers finds the end of a row by it when the saved folder is used
             assert model.whole is not None  # it is a transformers model
             model.config.pad_token_id = model.whole.config.pad_token_id = pad_token_id
         return model, processor, pad_token_id

@@ -1,7 +1,7 @@
-"""Where the parts of a transformers model lie, found by what is called when.
+"""Finds the parts of a transformers model by the order of its modules' calls.
 
-The names that people speak of (vision tower, projector, language model, head) are made of the split
-plan: what is read for pictures alone is tower and projector. Works for every model of transformers
+The usual names (vision tower, projector, language model, head) follow from the split plan: what is
+read only for pictures is tower and projector. Works for every model of transformers
 whose layers are called in a row.
 """
 
@@ -25,16 +25,16 @@ from stageline.stages.split_plan import SplitPlan, longer, make_plan
 
 @dataclass(frozen=True)
 class ModelPaths:
-    """Where the parts of a model lie: module paths, empty when the model has no such part.
+    """Module paths of the parts of a model, empty when the model has no such part.
 
     Attributes:
-        text_model: what holds layers and embeddings, and no part of the others.
+        text_model: contains layers and embeddings, and nothing of the other parts.
         beside_tower: other towers that see pictures.
         beside_text: the embeddings of tokens, where `text_model` does not hold them.
-        beside_projector: what else turns features into embeddings: projectors of features that
-            go to deeper layers, and parameters that lie on the base model itself (the line end
-            of LLaVA-NeXT). Like the projector, the first stage alone has them.
-        behind: what lies behind the layers beside the head.
+        beside_projector: other parts that turn features into embeddings: projectors of features
+            that go to deeper layers, and parameters of the base model itself (the line end of
+            LLaVA-NeXT). Like the projector, only the first stage has them.
+        behind: modules after the layers, except the head.
     """
 
     text_model: str
@@ -52,8 +52,8 @@ Batch = Mapping[str, torch.Tensor]
 Run = Callable[[PreTrainedModel, Batch], object]
 Sizes = Callable[[Batch], dict[str, int]]
 _PLANS: dict[str, SplitPlan] = {}
-_PATH = re.compile(r'"_name_or_path": "(?:[^"\\]|\\.)*"')  # where a model lies plans nothing
-_ROWS = range(7, 500)  # a few times the length is not to be taken for all tokens
+_PATH = re.compile(r'"_name_or_path": "(?:[^"\\]|\\.)*"')  # a model's folder does not matter
+_ROWS = range(7, 500)  # from 7: a small multiple of the length is not taken for all tokens
 _TOKENS = range(17, 500)
 
 
@@ -82,7 +82,7 @@ def plan_of(
 def rehearsed_plan(
     whole: PreTrainedModel, run: Run, *, sizes: Sizes, takes_pictures: bool
 ) -> SplitPlan:
-    """The split plan of a model on meta, found anew; arguments and errors as of `plan_of`."""
+    """Return the split plan of a model on meta, without the store; arguments as for `plan_of`."""
     dtype = whole.dtype
     try:
         with stand_ins(whole, dtype=dtype) as used, _plain_attention(whole):
@@ -112,7 +112,7 @@ def rehearsed_plan(
 
 @contextmanager
 def _plain_attention(whole: PreTrainedModel) -> Iterator[None]:
-    """While open, attention is the library's eager code: a kernel may need a GPU or a compiler."""
+    """While open, use eager attention of transformers: a kernel may need a GPU or a compiler."""
     configs = {id(m.config): m.config for m in whole.modules() if isinstance(m, PreTrainedModel)}
     before = [(config, config._attn_implementation_internal) for config in configs.values()]
     for config, _ in before:
@@ -125,7 +125,7 @@ def _plain_attention(whole: PreTrainedModel) -> Iterator[None]:
 
 
 def is_pixel(name: str) -> bool:
-    """Whether an input of the model goes to the first stage alone."""
+    """Whether an input of the model goes only to the first stage."""
     return name.startswith("pixel_")
 
 
@@ -193,7 +193,7 @@ def _numbers(value: Any) -> Any:
 
 
 def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
-    """The parts of a model, by its plan and by what the library says of heads and towers."""
+    """Return the parts of a model, by its plan and by its heads and towers in transformers."""
     names = {id(module): name for name, module in whole.named_modules()}
     head = names.get(id(whole.get_output_embeddings()), "")
     vision = getattr(whole.config, "vision_config", None)
@@ -249,7 +249,7 @@ def _is_in(path: str, parent: str) -> bool:
 
 
 def _outermost(whole: nn.Module, known: tuple[str, ...]) -> list[str]:
-    """Paths of modules and lone parameters with weights beside those that are known."""
+    """Return paths of other modules and parameters with weights, outermost first."""
     found: list[str] = []
 
     def visit(module: nn.Module, path: str) -> None:

@@ -26,13 +26,13 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class PictureOrder:
-    """What pictures are asked for.
+    """The number of example pictures, with their pixels and device.
 
     Attributes:
         config: of the whole model.
         rows: pictures of each row.
         fill: shape -> pixels.
-        like: says device of the integers.
+        device: of the integers.
     """
 
     config: PretrainedConfig
@@ -158,7 +158,7 @@ def picture_layouts(order: PictureOrder, names: frozenset[str]) -> Iterator[Batc
     elif "image_sizes" in names and getattr(vision, "model_type", "") == "pixtral":
         # pictures padded to the largest, and their sizes: [N, C, H, W]
         side *= getattr(config, "spatial_merge_size", 1) or 1
-        # the first one has two tokens: one token alone the library squeezes away
+        # the first one has two tokens: transformers squeezes a single token away
         widths = [side * (3 - factor) for factor in wide]
         pixels = fill(count, channels, side, max(widths))
         yield {"pixel_values": pixels, "image_sizes": integers([[side, w] for w in widths])}
@@ -173,7 +173,7 @@ def _whole_pictures(order: PictureOrder, names: frozenset[str]) -> Iterator[Batc
     if size is None or not (hasattr(vision, "hidden_size") or hasattr(vision, "sam_config")):
         # patches for a tower that is one projection, or that folds each patch into one token
         tokens = getattr(order.config, "vision_soft_tokens_per_image", None)
-        if tokens is not None:  # the size is the other library's: 48 pixels a token each way
+        if tokens is not None:  # the size is that of timm: 48 pixels a token each way
             side = 48 * int(tokens**0.5)
             yield {"pixel_values": fill(count, 3, side, side)}
         if hasattr(vision, "patch_size"):
@@ -193,7 +193,7 @@ def _whole_pictures(order: PictureOrder, names: frozenset[str]) -> Iterator[Batc
 
 
 def side_of(size: int | Sequence[int]) -> int:
-    """Of a side, or of two equal ones."""
+    """Return a side, or the first of two equal ones."""
     return size if isinstance(size, int) else size[0]
 
 
@@ -205,7 +205,7 @@ TEXT_IDS = 1000  # text is written in the first tokens of a vocabulary
 # model type and tower -> what it takes, and which of the layouts it took: found by one that has the
 # model, used where there is none
 _KNOWN: dict[str, tuple[frozenset[str], int]] = {}
-TOKENS_BETWEEN = 3  # of text, before and after each picture
+TOKENS_BETWEEN = 3  # tokens of text before and after each picture
 STARTS = ("vision_start_token_id", "image_start_token_id", "image_start_id", "boi_token_id")
 ENDS = ("vision_end_token_id", "image_end_token_id", "image_end_id", "eoi_token_id")
 
@@ -219,7 +219,7 @@ def example_pictures(
     device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
 ) -> Batch | None:
-    """What a tower takes for some small pictures; the second of two has another size if it may.
+    """Return a tower's inputs for small pictures; the second has another size if it may.
 
     Args:
         whole: the model; without it the likeliest layout is given, untried.

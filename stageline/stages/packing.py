@@ -1,6 +1,6 @@
-"""What a stage makes of packed rows and of padded ones: masks, positions, the loss of routers.
+"""Masks, positions and the router loss of a stage, for packed and for padded rows.
 
-A decoder of the library that gets no attention mask reads the borders of samples off the position
+A transformers decoder that gets no attention mask reads the borders of samples off the position
 ids, which restart there, and builds the mask of its attention kernel itself: whole rows for sdpa
 and eager, cumulative lengths for flash attention (rows of one micro-batch: one). So only small
 integers are in the micro-batch, and no mask crosses a border.
@@ -34,14 +34,14 @@ def is_packed(batch: Batch) -> bool:
     return "sample_ids" in batch
 
 
-# -- what the host knows of rows, which the library's mask functions would ask the device for
-# In a row that is padded on the right, a token sees none behind it, so none of the padding: a mask
-# that is causal besides hides nothing more by hiding the padding. Without it sdpa and flash
-# attention take their causal kernels, and nobody looks whether there is padding. What padding
-# itself comes to is then another number, which no loss reads.
+# -- facts about rows that the host has, so that transformers need not ask the device for them
+# In a row that is padded on the right, a token sees only what is before it, so none of the padding:
+# a mask that is causal besides hides nothing more by hiding the padding. Without it sdpa and flash
+# attention take their causal kernels, and no check for padding runs. The outputs at padding are
+# then other numbers, which no loss reads.
 #
-# Only the mask is left out that the library builds for its attention: whatever else a model makes
-# of `attention_mask` (positions, alibi, states of a Mamba layer, the loss of routers) stays.
+# Only the mask is left out that transformers builds for its attention. Other uses of the model's
+# `attention_mask` (positions, alibi, states of a Mamba layer, the loss of routers) stay.
 
 _KERNELS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
@@ -64,13 +64,13 @@ def row_lengths(batch: Mapping[str, torch.Tensor]) -> Batch:
 
 @dataclass
 class _Rows:
-    """What is known of the rows of a pass.
+    """The known facts about the rows of a pass.
 
     Attributes:
         mask_BT: of rows that are padded on the right, as the model gets it.
-        seen: what the library made of just this mask.
+        seen: masks that transformers made of just this mask.
         is_packed: borders are there to be found.
-        looks: the library may ask the device whether a mask can be left out.
+        looks: transformers may ask the device whether a mask can be left out.
     """
 
     mask_BT: torch.Tensor | None = None
@@ -84,7 +84,7 @@ _ROWS: ContextVar[_Rows | None] = ContextVar("what is known of the rows of a pas
 
 @contextlib.contextmanager
 def known_rows(batch: Batch, *, looks: bool = True) -> Iterator[None]:
-    """While open, the library's mask functions need not ask the device what the host knows."""
+    """While open, transformers' mask functions use the host's facts and do not ask the device."""
     padded = batch.get("attention_mask") if ROW_LENGTHS in batch else None
     token = _ROWS.set(_Rows(padded, is_packed(batch), looks))
     try:
@@ -94,7 +94,7 @@ def known_rows(batch: Batch, *, looks: bool = True) -> Iterator[None]:
 
 
 def _mask_arguments(plain: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
-    """Notes what the library makes of the micro-batch's own mask; a model may bring another."""
+    """Record what transformers makes of the micro-batch's own mask; a model may bring another."""
     found = plain(*args, **kwargs)
     rows = _ROWS.get()
     given = kwargs.get("attention_mask", args[2] if len(args) > 2 else None)
@@ -104,13 +104,13 @@ def _mask_arguments(plain: Callable[..., tuple], *args: Any, **kwargs: Any) -> t
 
 
 def _mask_of_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
-    """The library's mask for a kernel, without padding where only the future is hidden besides."""
+    """Return a kernel's mask, without padding if it hides only the future besides."""
     rows, mask = _ROWS.get(), kwargs.get("attention_mask")
     if rows is not None and mask is not None:
-        # a step of decoding has a mask where rows begin behind others: nobody need look at it
+        # a decoding step needs its mask where rows begin after others: skip the device's check
         is_step = kwargs.get("q_length") == 1 < (kwargs.get("kv_length") or 0)
         is_square = kwargs.get("q_length") == kwargs.get("kv_length") == mask.shape[1]
-        # the library asks for it where a mask is causal, or that and a window, and nothing else
+        # transformers allows the skip only for a causal mask, with or without a window
         asks = kwargs.get("allow_is_causal_skip")
         if asks and is_square and any(mask is one for one in rows.seen):
             kwargs["attention_mask"] = None
@@ -121,7 +121,7 @@ def _mask_of_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _packed_borders(plain: Callable[..., Any], position_ids: torch.Tensor) -> Any:
-    """The sample of each token; of packed rows without a look whether there is more than one."""
+    """The sample of each token; for packed rows without a check that there is more than one."""
     rows = _ROWS.get()
     if rows is None or not rows.is_packed:
         return plain(position_ids)
@@ -130,7 +130,7 @@ def _packed_borders(plain: Callable[..., Any], position_ids: torch.Tensor) -> An
 
 
 def _tell_library() -> None:
-    """Puts these functions before the library's own; outside of `known_rows` they do the same."""
+    """Wrap mask functions of transformers; outside of `known_rows` the wrappers change nothing."""
     inner = {"_preprocess_mask_arguments": _mask_arguments}
     inner |= {"find_packed_sequence_indices": _packed_borders}
     if not all(hasattr(masking_utils, name) for name in inner):
@@ -154,7 +154,7 @@ def host_positions(base: nn.Module, batch: Batch) -> Batch:
     stage. Nothing where positions are those of text.
 
     Args:
-        base: the library's base model; stays as it is.
+        base: the base model of transformers; it is not changed.
     """
     if not hasattr(base, "get_rope_index"):
         return {}
@@ -219,9 +219,9 @@ def multimodal_positions(
     return torch.cat((text_BT[None], axes_3BT))
 
 
-# -- the load-balancing loss of mixture-of-experts decoders, exact although no stage sees all route
+# -- the load-balancing loss of mixture-of-experts decoders, exact on any number of stages
 # transformers takes its averages over the real tokens of all layers at once, so the loss of a model
-# is not the mean of its layers' losses. Its ingredients are sums, though: they travel beside the
+# is not the mean of its layers' losses. Its ingredients are sums, though: they travel with the
 # hidden states as one small float32 tensor, each stage adds its own layers, and the last one
 # computes the loss. The gradient of the probabilities comes back through the same tensor.
 #
@@ -234,7 +234,7 @@ LIBRARY_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """What the loss of one architecture needs.
+    """Settings of one architecture's load-balancing loss.
 
     Statistics are a vector [2E + 1] in float32: how often each expert was chosen, the sum of each
     expert's probabilities, and the number of rows, all over the layers so far. Counts stay exact
@@ -262,7 +262,7 @@ class RouterLoss:
         *,
         device: torch.device,
     ) -> torch.Tensor:
-        """Adds the layers of one stage, in their order; sums and casts are the library's.
+        """Add the layers of one stage, in their order, with the sums and casts of transformers.
 
         Args:
             statistics: of the stage before; None on the first one.
@@ -322,7 +322,7 @@ def find_router_loss(whole: PreTrainedModel, *, coefficient: float | None = None
             f"{LIBRARY_NAME} of a text decoder with experts. Set {FLAG} to false."
         )
     num_experts, top_k, default = (value for value in values if value is not None)
-    # both on two small layers: a new version of the library may change its formula
+    # compare both on two small layers: a new version of transformers may change its formula
     ours, is_same = RouterLoss(num_experts, top_k, coefficient=1.0), False
     if list(inspect.signature(library).parameters) == LIBRARY_ARGUMENTS:
         device = torch.device("cpu")  # whatever the default is
@@ -341,16 +341,16 @@ def find_router_loss(whole: PreTrainedModel, *, coefficient: float | None = None
     return RouterLoss(num_experts, top_k, default if coefficient is None else coefficient)
 
 
-# -- tries, before training, whether a stage keeps packed samples apart. Asks no model for its name
-# Two samples lie in one row. The gradient of the second one's output with respect to the first
+# -- tries, before training, whether a stage keeps packed samples apart. Uses no model's name
+# Two samples are in one row. The gradient of the second one's output with respect to the first
 # one's input must be exactly zero (and the other way round), and the second must come out as it
-# does alone. Catches models that build no mask from positions, mix neighbours by convolutions or
-# recurrences, or know no position ids, and attention kernels that see one row only.
+# does in a row of its own. Catches models that build no mask from positions, mix neighbours by
+# convolutions or recurrences, or take no position ids, and attention kernels that see one row only.
 #
 # Shapes: B rows, T tokens, H hidden size.
 
 _FEW_IDS = torch.arange(3, 13)
-# largest relative difference between packed and alone that rounding explains
+# largest relative difference between packed and separate that rounding explains
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
@@ -453,7 +453,7 @@ def _batch(model: Any, rows: int, ids_N: torch.Tensor) -> Batch:
 
 @contextlib.contextmanager
 def _embedded(model: Any) -> Iterator[list[torch.Tensor]]:
-    """Catches what the embedding of the first stage gives, as a leaf of the graph."""
+    """Catch the output of the first stage's embedding, as a leaf of the graph."""
     found: list[torch.Tensor] = []
 
     def catch(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:

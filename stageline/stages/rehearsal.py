@@ -4,8 +4,8 @@ The model has stand-ins for its weights, which take no memory: at its own size i
 tensors, which have shapes and no values; a small one runs for real, which more code can take. Not
 here: what follows from it for a split (split_plan.py).
 
-A tensor that depends on a weight is called tainted. What is not tainted follows from the batch
-alone, and every stage makes it itself.
+A tensor that depends on a weight is called tainted. Other tensors follow only from the batch, and
+every stage makes them itself.
 """
 
 import functools
@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 # they read the shape, dtype and device of a tensor argument, not its values
 _SHAPE_ONLY = ("_like", "aten::new_")
-FAKE_DTYPE = torch.bfloat16  # grouped products of experts know no other without values
+FAKE_DTYPE = torch.bfloat16  # grouped products of experts take no other on fake tensors
 _SMALL = 5_000_000  # numbers; a model with fewer is rehearsed for real
 Path = tuple[Any, ...]
 Identity = tuple[Any, ...]
@@ -69,7 +69,7 @@ class ForwardTrace(TorchDispatchMode):
     Attributes:
         calls: of every module by its name, in their order.
         weight_reads: id of a weight's storage -> times at which its values were read.
-        reads: (time, storage, operator) of each read of a tainted tensor that is no weight.
+        reads: (time, storage, operator) of each read of a tainted tensor that is not a weight.
         last_read: storage -> when its values were read last, tainted or not.
         born: storage -> when it was written last.
     """
@@ -117,7 +117,7 @@ class ForwardTrace(TorchDispatchMode):
         return output
 
     def enter(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
-        """A module is called."""
+        """Record the call of a module."""
         self.now += 1
         leaves = []
         for path, value in walk({"a": args, "k": kwargs}):
@@ -173,7 +173,7 @@ def rehearse(whole: nn.Module, run: Callable[[], object], batch: Mapping[str, An
 def stand_ins(
     whole: nn.Module, *, dtype: torch.dtype, is_fake: bool | None = None
 ) -> Iterator[torch.dtype]:
-    """Gives a model on meta weights that it can run with, and takes them away again.
+    """Give a model on meta weights that it can run with, and remove them afterwards.
 
     What is tied stays tied. Numbers in the batch stay real, so code that asks for their values can.
     Yields the dtype that the model runs in.
@@ -187,7 +187,7 @@ def stand_ins(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def make(meta: torch.Tensor) -> torch.Tensor:
-        if not is_fake:  # not zero: a norm of zeros, divided by, is no number
+        if not is_fake:  # not zero: normalizing zeros divides by zero
             value = 1e-2 if meta.is_floating_point() else 0
             return torch.full(meta.shape, value, dtype=meta.dtype, device="cpu")
         with fake_mode:
@@ -207,7 +207,7 @@ def stand_ins(
                     holder[name] = made[id(value)]
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # what fails is told by an exception
+    log.setLevel(logging.CRITICAL)  # exceptions report the failures
     try:
         yield FAKE_DTYPE if is_fake else dtype
     finally:
@@ -236,7 +236,7 @@ def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
 
 
 def storage_of(value: torch.Tensor) -> int:
-    """Equal for views of each other."""
+    """Return a key that is equal for views of each other."""
     return value.untyped_storage()._cdata
 
 

@@ -1,10 +1,10 @@
-"""Makes a whole transformers model one stage of itself, as a split plan says.
+"""Makes a whole transformers model one stage of itself, by its split plan.
 
 Every stage runs the model's own forward on the micro-batch's own token ids. Layers of other stages
-are stand-ins: those before the own ones give zeros of the right shape; at the first own layer what
-came over the border takes the places of its arguments; at the first layer behind the own ones what
-goes on is picked up, and the forward ends there. Modules that run before the layers on every stage
-(embeddings) compute with zeros in the place of weights that only the first stage has.
+are stand-ins: those before the own ones return zeros of the right shape; at the first own layer
+the tensors received over the border replace its arguments; at the first layer after the own ones
+the tensors to send are collected, and the forward ends there. Modules that run before the layers
+on every stage (embeddings) compute with zeros for weights that only the first stage has.
 
 Names of modules and parameters stay those of the whole model.
 """
@@ -43,10 +43,10 @@ class Cut(BaseException):
 class Absent(PassThrough):
     """Stands for a module of other stages, which is not called here; its attributes can be read.
 
-    What lies below it and is shared with a module of this stage stays, under its own name.
+    Descendants that a module of this stage shares are kept, under their own names.
     """
 
-    _is_hf_initialized = True  # it may look like a module of the library, and has nothing to fill
+    _is_hf_initialized = True  # transformers may take it for one of its modules; it has no weights
 
     def __init__(self, original: nn.Module, *, kept: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Absent(PassThrough):
             return getattr(self.__dict__["original"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise UserError(f"{type(self.original).__name__} lies on another stage. {OTHER_WAY}")
+        raise UserError(f"{type(self.original).__name__} is on another stage. {OTHER_WAY}")
 
 
 class ForeignLayer(Absent):
@@ -85,7 +85,7 @@ class _Hollow:
     dtype: torch.dtype
 
     def zeros(self, device: torch.device | str) -> torch.Tensor:
-        """A stand-in that takes no memory; the library's initialisation leaves it alone."""
+        """Return a stand-in that takes no memory and that transformers does not initialize."""
         value = torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
         setattr(value, DONE, True)
         return value
@@ -197,7 +197,7 @@ class Spliced(_Mixed):
                 module._modules[leaf] = Absent(child, kept={})
 
     def enlarge_hollow(self, paths: Sequence[str], num_rows: int) -> None:
-        """Embedding and head of other stages have got rows too: token ids may name them."""
+        """Give embedding and head of other stages more rows too: token ids may name them."""
         self._hollow = tuple(
             replace(hollow, shape=(max(num_rows, hollow.shape[0]), *hollow.shape[1:]))
             if hollow.path in paths
@@ -213,7 +213,7 @@ class Spliced(_Mixed):
                 hook = functools.partial(self._exchange, index)
                 layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
                 if index == self.plan.size - 1 and not self.is_last:
-                    layer.register_forward_hook(self._leave)  # the head lies alone behind it
+                    layer.register_forward_hook(self._leave)  # the next stage has only the head
         for name in self.plan.around:
             hook = functools.partial(self._exchange, name)
             self.whole.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
@@ -229,13 +229,13 @@ class Spliced(_Mixed):
             ids: token ids.
 
         Returns:
-            On the last stage what `run` returns, else the tensors that go on.
+            What `run` returns on the last stage, else the tensors to send.
         """
         plan = self.plan
         incoming = () if self.is_first else plan.slots(self.layers.start, has_pictures=has_pictures)
         outgoing = () if self.is_last else plan.slots(self.layers.stop, has_pictures=has_pictures)
         if len(came) != len(incoming):
-            raise AssertionError(f"{len(came)} tensors came, {len(incoming)} were expected")
+            raise AssertionError(f"{len(came)} tensors for {len(incoming)} slots")
         current = self._pass = _Pass(came, incoming, outgoing)
         output: Any = None
         is_cut = False
@@ -246,7 +246,7 @@ class Spliced(_Mixed):
             is_cut, output = True, ()
             for number in range(len(outgoing)):
                 tensor = current.sent[number]
-                # an input that is handed on as it came would have no pass of its own
+                # an input that is handed on unchanged would have no pass of its own
                 is_input = any(tensor is one for one in came)
                 output = (*output, tensor.clone() if is_input else tensor)
         finally:
@@ -277,7 +277,7 @@ class Spliced(_Mixed):
     def _exchange(
         self, where: Where, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]] | None:
-        """A pre-hook: takes in what came, picks up what goes on."""
+        """Insert received tensors and collect tensors to send; a pre-hook."""
         current = self._pass
         if current is None:
             return None  # a module that is called by itself
@@ -287,7 +287,7 @@ class Spliced(_Mixed):
         return arguments["a"], arguments["k"]
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """A hook: behind the last layer of all, what a stage of the head alone begins with."""
+        """Collect the last layer's output for a stage of only the head, and end the forward."""
         if self._pass is None:
             return
         for number, slot in enumerate(self._pass.outgoing):
@@ -301,7 +301,7 @@ class Spliced(_Mixed):
         if not self.is_last and len(current.sent) == len(current.outgoing):
             raise Cut
         is_end = index == self.plan.size - 1 and self.layers.start == self.plan.size
-        if is_end:  # a stage of the head alone begins behind the last layer
+        if is_end:  # a stage of only the head begins after the last layer
             current.taken.add(0)
             outputs = {
                 slot.places[0][1]: tensor
@@ -342,7 +342,7 @@ def _is_below(own: set[str], path: str) -> bool:
 
 
 def reach(value: Any, path: Path) -> Any:
-    """What lies at a path in nested mappings, lists and tuples; None: nothing."""
+    """Return the value at a path in nested mappings, lists and tuples; None if there is none."""
     for step in path:
         key = step.value if isinstance(step, Key) else step
         if value is None or (isinstance(value, Mapping) and key not in value):

@@ -1,11 +1,11 @@
-"""Where a model can be split and what crosses each border: plain data, found by a rehearsal.
+"""Plans the split of a model and what crosses each border: plain data, found by a tracing pass.
 
 A stage begins at its first own layer and ends behind its last one, whatever the code around the
-layers does. What lies before, in and behind the layers is told by when it is called, not by its
-name. What cannot be split exactly is refused.
+layers does. Whether code is before, in or behind the layers depends on when it is called, not on
+its name. What cannot be split exactly is refused.
 
 Places: -1 before the first layer, i in layer i or between it and the next, n behind the last.
-Border k lies before layer k; border n behind the last layer, before the head.
+Border k is before layer k; border n behind the last layer, before the head.
 
 Shapes: B rows, T tokens, N image tokens of the micro-batch.
 """
@@ -70,7 +70,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """How one model is split.
+    """The split of one model.
 
     Attributes:
         layers: module path of the list of layers.
@@ -82,8 +82,8 @@ class SplitPlan:
         outputs: of each layer: its output, as `structure` writes it.
         around: names of the modules around the layers.
         called: modules that are called outside of layers, without pixels -> the first place.
-        seen: modules that are called for pictures alone, in that order -> last dimension of their
-            output, 0 where it is no tensor.
+        seen: modules that are called only for pictures, in that order -> last dimension of their
+            output, 0 where it is not a tensor.
     """
 
     layers: str
@@ -98,11 +98,11 @@ class SplitPlan:
 
     @property
     def shared_names(self) -> frozenset[str]:
-        """Parameters that are read in several places, and may lie on several stages."""
+        """Parameters that are read in several places, and may be on several stages."""
         return frozenset(name for name, places in self.owners.items() if len(places) > 1)
 
     def slots(self, border: int, *, has_pictures: bool) -> tuple[Slot, ...]:
-        """What crosses a border, hidden states first, integers last."""
+        """Return the slots that cross a border, hidden states first, integers last."""
         borders = self.picture_borders if has_pictures else None
         return (borders or self.borders)[border]
 
@@ -133,7 +133,7 @@ class _Watched:
 
     @functools.cached_property
     def starts(self) -> list[int]:
-        """When each layer begins; one that is passed over begins with the next."""
+        """Start times of the layers; one that is passed over begins with the next."""
         found: list[int] = []
         for call in reversed(self.layers):
             found.append(call.start if call else (found[-1] if found else self.end))
@@ -171,8 +171,8 @@ def make_plan(
     Args:
         run: the forward pass of the model on a batch.
         batch: a micro-batch of text.
-        pictures: one with pictures, if the model takes any.
-        is_pixel: whether an input goes to the first stage alone.
+        pictures: a micro-batch with pictures, if the model takes any.
+        is_pixel: whether an input goes only to the first stage.
         sizes: what "B", "T", "BT" and "N" are in a batch; no other number may equal them.
         depth: how many layers the configuration speaks of.
         numbers: that the configuration holds; any other in a shape may follow from the length.
@@ -240,7 +240,7 @@ def make_plan(
 def _find_layers(whole: nn.Module, log: ForwardTrace, depth: int | None) -> str:
     """The list of modules that are called in a row, of as many as the configuration has layers.
 
-    Of several the one that is called last; of lists in each other the outer one.
+    Takes the one called last of several lists, and the outer one of lists inside each other.
     """
     found = []
     for name, module in whole.named_modules():
@@ -285,8 +285,8 @@ def _owners(
 ) -> dict[str, frozenset[int]]:
     """Parameter name -> the places where it is read.
 
-    Of a tied weight the first name has all places, each other name those where its own module
-    reads it. A weight that nobody reads (an expert without a token) belongs to its layer, or to
+    The first name of a tied weight has all places, each other name those where its own module reads
+    it. A weight that is not read (an expert without a token) belongs to its layer, or to
     the side of the layers on which its module is called; else to the front.
     """
     log = watched.log
@@ -302,7 +302,7 @@ def _owners(
                 found |= dict.fromkeys(aliases, frozenset({place}))
             continue
         found[aliases[0]] = frozenset(map(watched.place, times))
-        # under the name that a tie gives, the library saves and reads it
+        # transformers saves and reads a tied weight under the name that the tie gives
         given = set((getattr(whole, "all_tied_weights_keys", None) or {}).values())
         for alias in aliases[1:]:
             if alias in given:
@@ -353,7 +353,7 @@ def _slots(
         for leaf in watched.log.calls[name][0].leaves:
             storage = leaf.identity[0]
             is_open = storage in outside and leaf.identity not in found and leaf.is_tainted
-            # what it is given with pictures only, and a later stage cannot make
+            # an input that exists only with pictures, and that a later stage cannot make
             is_new = without and leaf.path not in had and storage not in watched.given
             if is_open or (is_new and is_read(leaf)):
                 found.setdefault(leaf.identity, []).append((name, leaf))
@@ -409,7 +409,7 @@ def _outside_reads(watched: _Watched, border: int) -> dict[int, tuple[int, str]]
 
 
 def _last_slots(whole: nn.Module, watched: _Watched, sizes: Mapping[str, int]) -> tuple[Slot, ...]:
-    """Behind the last layer: what of its output is read; a head alone begins with it."""
+    """Return slots for the last layer's output that is read; a stage of only the head needs it."""
     layers = list(enumerate(watched.layers))
     last, call = next((i, call) for i, call in reversed(layers) if call)
     slots = []

@@ -106,7 +106,7 @@ class VisionLanguageStage(VisionStages):
                 self.see_images(**inputs)
 
     def see_images(self, **inputs: torch.Tensor) -> object:
-        """Runs tower and projector alone."""
+        """Run only tower and projector."""
         return self.whole.base_model.get_image_features(**inputs)
 
     def front_weights(self) -> list[nn.Parameter]:
@@ -122,12 +122,11 @@ class VisionLanguageStage(VisionStages):
 
 class Gemma3VisionStage(VisionLanguageStage):
     """A stage of Gemma3ForConditionalGeneration: a picture's tokens see each other, both ways.
-
-    Every stage builds its masks with the library's code from `token_type_ids`, which all stages
-    have. For packed rows that code is wrong in sliding layers of transformers 5.17 to 5.23: it
-    looks up which image a token belongs to by the token's position in its sample, not in the row.
-    So masks of packed rows are made here: those of full layers by the library, those of sliding
-    layers from them.
+    Every stage builds its masks with the code of transformers from `token_type_ids`, which all
+    stages have. For packed rows that code is wrong in sliding layers of transformers 5.17 to 5.23:
+    it looks up which image a token belongs to by the token's position in its sample, not in the
+    row. So masks of packed rows are made here: those of full layers by transformers, those of
+    sliding layers from them.
     """
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
@@ -143,8 +142,8 @@ class Gemma3VisionStage(VisionLanguageStage):
         full_B1TT = create_causal_mask(
             self.text_config,
             torch.empty(*types_BT.shape, 0, dtype=self.dtype, device=types_BT.device),
-            None,  # no mask: borders are told by the positions
-            None,  # no cache; its name changes between versions of the library
+            None,  # no mask: borders follow from the positions
+            None,  # no cache; its name changes between versions of transformers
             position_ids=inputs["position_ids"],
             block_sequence_ids=get_block_sequence_ids_for_mask(types_BT),
         )
@@ -164,10 +163,10 @@ class CrossAttentionStage(VisionLanguageStage):
     """A stage of a decoder whose layers look at images by cross-attention: Mllama.
 
     No image token becomes features: the tower and projector on stage 0 make states, which layers in
-    between attend to. The states travel beside the hidden states as far as the last such layer.
+    between attend to. The states travel next to the hidden states as far as the last such layer.
     Masks are rebuilt on every stage from the integers of the micro-batch. A micro-batch without
-    images has no states: the library then passes by the layers that would look at them, and
-    nothing but hidden states crosses a border.
+    images has no states: transformers then skips the layers that would look at them, and only
+    hidden states cross a border.
 
     Shapes: M images of the fullest row, P patches a tile (and one), S tiles an image, in shapes of
     borders of all images.
@@ -183,9 +182,9 @@ class CrossAttentionStage(VisionLanguageStage):
         return (vision.image_size // vision.patch_size) ** 2 + 1
 
     def modules_to_shard(self) -> list[torch.nn.Module]:
-        """Not those that attend to images: a replica without images passes them by.
+        """Return layers without cross-attention: a replica without images skips the others.
 
-        Weights of its own are gathered when a module is called, and all replicas must call it.
+        FSDP gathers the weights of a sharded module when all replicas call it.
         """
         attending = self.text_config.cross_attention_layers
         own = set(self.layers).difference(attending)
@@ -200,7 +199,7 @@ class CrossAttentionStage(VisionLanguageStage):
     def get_example_input(
         self, micro_batch_size: int, max_token_num: int | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """As for one image in each row."""
+        """Return the inputs for one image in each row."""
         if self.is_first:
             return super().get_example_input(micro_batch_size, max_token_num)
         lengths = {"input_ids": self.row_length(max_token_num), IMAGE_IDS: 1}
@@ -235,16 +234,16 @@ class CrossAttentionStage(VisionLanguageStage):
         return frozenset(self.text_config.cross_attention_layers)
 
     def kept_inputs(self, batch: Batch) -> Batch:
-        """What the last token of each prompt sees [B, M, S]: its answer sees the same."""
+        """Return what the last token of each prompt sees [B, M, S]: its answer sees the same."""
         if CROSS_MASK not in batch or not self.fixed_layers().intersection(self.layers):
             return {}
         return {CROSS_MASK: batch[CROSS_MASK][:, -1]}
 
     def decode_inputs(self, kept: Sequence[Batch], num_columns: int) -> Batch:
-        """The mask [B, T, M, S], by rows as many images as the fullest one has.
+        """Return the mask [B, T, M, S], with as many images a row as the fullest one has.
 
-        It has a place for each column before the step's too: older releases of the library look
-        theirs up there, newer ones cut the last one out. Rows of text alone see nothing.
+        It has a place for each column before the step's too: older releases of transformers look up
+        the step's there, newer ones cut the last one out. Rows of only text see nothing.
         """
         masks = [row.get(CROSS_MASK) for row in kept]
         seen = [mask for mask in masks if mask is not None]
@@ -258,7 +257,7 @@ class CrossAttentionStage(VisionLanguageStage):
         return {CROSS_MASK: mask_BMS[:, None].expand(-1, num_columns, -1, -1)}
 
     def fixed_cells(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """As on the stage where layers that look at images are most, by the others there."""
+        """Return the image cells of the stage with the largest share of cross-attention layers."""
         if IMAGE_IDS not in batch:
             return 0
         fixed, shares, start = self.fixed_layers(), [], 0

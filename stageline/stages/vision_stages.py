@@ -42,7 +42,7 @@ class TowerImages:
         config: of the whole model.
 
     Attributes:
-        integers: names of the integers that a tower needs beside the pixels.
+        integers: names of the integers that a tower needs in addition to the pixels.
         num_blocks: of the tower.
         deepstack: the blocks behind which features branch off for later decoder layers.
     """
@@ -63,18 +63,18 @@ class TowerImages:
         return int((batch["input_ids"] == token).sum())
 
     def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
-        """Of the tower's hidden states; without an image, of those of a blank one."""
+        """Return the shape of the tower's hidden states; without an image, for a blank one."""
         num_tokens = self.num_tokens(batch)
         if num_tokens == 0:
             return self.blank_shape()
         return self.example_shape(num_tokens // self.tile_tokens())
 
     def blank_shape(self) -> tuple[int, ...]:
-        """Of the hidden states of a blank image."""
+        """Return the shape of the hidden states of a blank image."""
         return self.example_shape(1)
 
     def example_shape(self, num_images: int) -> tuple[int, ...]:
-        """Of the hidden states of so many small images."""
+        """Return the shape of the hidden states of `num_images` small images."""
         has_class = self.vision.model_type in WITH_CLASS_TOKEN
         return num_images, self.tile_side() ** 2 + has_class, self.width
 
@@ -145,8 +145,9 @@ class LlavaImages(TowerImages):
         super().__init__(config)
         if self.vision.model_type not in FIXED_TOWERS:
             raise UserError(
-                f"`vision_stages` came with a tower of type {self.vision.model_type!r}; it serves "
-                f"{', '.join(FIXED_TOWERS)}. Use `visual_gpu_ratio` or `partition` instead."
+                f"`vision_stages` does not work with a tower of type {self.vision.model_type!r}. "
+                f"It takes {', '.join(FIXED_TOWERS)}. Use `visual_gpu_ratio` or `partition` "
+                "instead."
             )
 
     def tile_tokens(self) -> int:
@@ -190,7 +191,7 @@ class GridImages(TowerImages):
         return num_images * self.vision.spatial_merge_size**2, self.width
 
     def pixels(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden  # as many rows as patches is all that counts
+        return hidden  # only the number of patches, which is its number of rows, counts
 
     def pooled(self, features_NH: torch.Tensor) -> list[torch.Tensor]:
         return [features_NH]
@@ -217,7 +218,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Arrival(PassThrough):
-    """Stands for what earlier stages have done: gives what came over the border."""
+    """Stand-in for the blocks of earlier stages: returns the tensor from the border."""
 
     _is_hf_initialized = True  # it has the class of a block, and nothing to be initialised
 
@@ -270,7 +271,7 @@ class VisionStages(CausalLMStage):
 
     @property
     def is_tower(self) -> bool:
-        """Whether this is a stage of the tower alone."""
+        """Whether this stage has only blocks of the tower."""
         return self.stage < self.vision_stages
 
     @property
@@ -353,7 +354,7 @@ class VisionStages(CausalLMStage):
         blocks = cast(nn.ModuleList, tower.get_submodule(path))
         for index, block in enumerate(blocks):
             if index < own.start:
-                # of a class that counts as a block, where transformers records what blocks give
+                # transformers records outputs of blocks by class: this subclass counts as a block
                 kind = type(block)
                 blocks[index] = type(kind.__name__, (Arrival, kind), {})()
             elif index >= own.stop:
@@ -401,14 +402,14 @@ class VisionStages(CausalLMStage):
             except Cut as border:
                 return border.args[0], *made
             features = torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
-        # of a blank image one row, so that all know how many
+        # a blank image gives one row, so that all stages know the number of rows
         return features if has_images else features[:1], *made
 
     @contextmanager
     def _arriving(self, came: torch.Tensor, branches: Tensors) -> Iterator[list[torch.Tensor]]:
-        """Puts what came where it is wanted; collects the features that branch off so far."""
+        """Put received tensors in their places; collect the features that branch off so far."""
         tower = self.get_submodule(self.paths.vision_tower)
-        # cloned: an input that is handed on as it came would have no pass of its own
+        # clone: an input that is handed on unchanged would have no pass of its own
         made = [branch.clone() for branch in branches]
         mergers = list(getattr(tower, DEEPSTACK, ()))
         values = {id(merger): branch for merger, branch in zip(mergers, branches, strict=False)}
@@ -433,7 +434,7 @@ class VisionStages(CausalLMStage):
     ) -> torch.Tensor | Tensors:
         """Runs the decoder's first layers, on embeddings with the features in their places."""
         batch = {name: value for name, value in batch.items() if not name.startswith("pixel")}
-        # token ids come where text alone is tried: the check of packed rows
+        # the check of packed rows sends only text, so token ids arrive here
         if not (features.is_floating_point() and self.images.num_tokens(batch)):
             output = super().forward(batch["input_ids"], **batch)
             return _with_nothing_of((features, *branches), output)
@@ -496,7 +497,7 @@ def _drop(whole: PreTrainedModel, path: str) -> None:
         return  # its parent went before it: a projector inside a vision tower
     if name in module._parameters:
         delattr(module, name)
-        # no longer a weight, but the library's own initialisation writes into it
+        # no longer a weight, but transformers still initializes it
         setattr(module, name, torch.empty(0, device="cpu"))
     else:
         setattr(module, name, PassThrough())

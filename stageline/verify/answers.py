@@ -1,8 +1,8 @@
-"""The check of decoding: answers of a scaled-down copy's stages beside those of the whole copy.
+"""The check of decoding: compares a scaled-down copy's stages with the whole copy.
 
-What stages remember of earlier tokens is their own: keys and values of rows of unequal lengths,
-which come and go. Each token of an answer is compared with one pass of the whole model over that
-row alone, which remembers nothing.
+Each stage keeps its own keys and values of earlier tokens, for rows of unequal lengths that come
+and go. Each token of an answer is compared with one pass of the whole model over only that row,
+which uses no cache.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -25,10 +25,10 @@ from stageline.verify.batches import ordinary_ids
 from stageline.verify.scaled_copy import ScaledCopy, WrongSplit, copy_weights, shown
 from stageline.verify.whole_model import run_library_model, run_stage_model
 
-LENGTHS = (9, 4, 7)  # tokens of prompts; the last one comes later, is read in pieces and copied
-NUM_TOKENS = 6  # of each answer; the longest go beyond the window of a copy
+LENGTHS = (9, 4, 7)  # tokens of prompts; the last joins later, is read in pieces and copied
+NUM_TOKENS = 6  # tokens of each answer; the longest go beyond the window of a copy
 NUM_CHOSEN = ("index_topk", "keep_window_size")  # keys that a query chooses
-TOLERANCE = 1e-3  # of a log-probability, in float32
+TOLERANCE = 1e-3  # largest difference of a log-probability, in float32
 
 
 def answers(
@@ -81,7 +81,7 @@ def _drawn(
     """Draw answers with the passes that an engine makes, one after the other.
 
     Returns:
-        Of each row its tokens, and the log-probabilities of those of its answer.
+        Each row's tokens, and the log-probabilities of the tokens of its answer.
     """
     decoders = [StageDecoder(stage) for stage in stages]
     chain, first = LocalChain(decoders), decoders[0]

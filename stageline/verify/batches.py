@@ -1,6 +1,6 @@
 """Micro-batches for a check, changed copies of them, and all stages run in one process on them.
 
-Batches are made of seeds alone, so that every rank makes the same. Shapes: B rows, T tokens.
+Only seeds determine the batches, so every rank makes the same. Shapes: B rows, T tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +28,9 @@ from stageline.stages.example_batch import picture_batch
 if TYPE_CHECKING:
     from stageline.stages.base import StageModel
 
-LENGTHS = (14, 11, 19, 12, 17)  # of a check
-TEXT_LENGTHS = ((11, 4), (7, 0))  # of a proof: tokens, padding of the last row
-PICTURES = ((2, 0, 1), (0, 0), (1, 1))  # of a proof: of each row of each micro-batch
+LENGTHS = (14, 11, 19, 12, 17)  # tokens of the rows of each micro-batch of a check
+TEXT_LENGTHS = ((11, 4), (7, 0))  # for a proof: tokens, padding of the last row
+PICTURES = ((2, 0, 1), (0, 0), (1, 1))  # pictures of each row of each micro-batch of a proof
 ROWS = 2
 PADDED = 3  # tokens of padding at the end of the last row
 
@@ -240,7 +240,7 @@ def run_chain(
 def with_facts(
     stages: Sequence["StageModel"], micro_batches: Sequence[MicroBatch]
 ) -> list[MicroBatch]:
-    """Micro-batches with what stages read of them on the host, as those of a run have it.
+    """Return micro-batches with the host's facts for stages, as in a run.
 
     What padding comes to is then another number than in the whole model with its mask.
     """

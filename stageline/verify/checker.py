@@ -158,7 +158,7 @@ class SplitCheck:
         model = None if self.reference is None else self.reference.model
         layers = None if model is None else layers_behind_borders(model, self.models[0])
         if model is not None and layers is not None:
-            # what the first layer behind a border gets: some models add to the output of the last
+            # compare the input of the layer behind a border: some models add to the sent states
             hooks += [
                 on_hidden_states(layer, functools.partial(states.__setitem__, _border_name(stage)))
                 for stage, layer in layers.items()
@@ -195,7 +195,7 @@ class SplitCheck:
     def _check_steps(self, count: int) -> None:
         """Trains both, and compares losses, norms, gradients and, at the end, weights."""
         found = Comparison()
-        losses: list[tuple[float, float]] = []  # (ours, the whole model's) of each step
+        losses: list[tuple[float, float]] = []  # (the stages', the whole model's) of each step
         norms: list[tuple[float, float]] = []
         seen: set[tuple[int, str]] = set()  # (stage, name) with a gradient in some step
         step, reference = self.train_step, self.reference
@@ -329,7 +329,7 @@ def check_split(
         make_batches: (preparation, on rank 0 the whole model) -> (number of a step -> its
             micro-batches).
         tolerance: None: 0, or 1e-6 where stages share a weight.
-        layers: the model is cut to so many; None: the whole model.
+        layers: number of layers that the model is cut to; None: the whole model.
 
     Returns:
         Whether it passed, the same on all ranks.
@@ -340,7 +340,7 @@ def check_split(
     options: dict[str, Any] = dict(build=build, seed=seed, trust_remote_code=trust_remote_code)
     ranks = Ranks.of(context.pp_group)
     with tempfile.TemporaryDirectory(prefix="stageline_check_") as own_folder:
-        folder = Path(ranks.gather(own_folder)[0])  # of rank 0, on this machine
+        folder = Path(ranks.gather(own_folder)[0])  # all ranks use rank 0's, on this machine
         make = functools.partial(prepare, source, folder, layers=layers, reference=reference)
         preparation = ranks.on_first(lambda: make(**options))
         assert preparation is not None  # rank 0 made one

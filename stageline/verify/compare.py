@@ -1,4 +1,4 @@
-"""Compares named tensors that lie on several ranks with those of a whole model on rank 0.
+"""Compares named tensors of stages on several ranks with those of a whole model on rank 0.
 
 Tensors travel one at a time, so that rank 0 never holds more than one of another stage.
 """
@@ -24,7 +24,7 @@ MAX_DETAILS = 8  # names under one row of the table; the file has all of them
 
 @dataclass
 class Comparison:
-    """What comparisons of named tensors found.
+    """The result of comparing named tensors.
 
     Attributes:
         num_compared: tensors that both sides have.
@@ -38,7 +38,7 @@ class Comparison:
 
     @property
     def figure(self) -> str:
-        """How many were compared, and how far apart they are at most."""
+        """Number of compared tensors, and their greatest difference."""
         if not self.differences:
             how = "to the bit" if self.largest == 0 else f"within {self.largest:.1e}"
             return f"{self.num_compared} equal {how}"
@@ -154,7 +154,7 @@ class ComparedRow:
 
 @dataclass
 class Report:
-    """What a check found: a table for the screen and a JSON file.
+    """The findings of a check: a table for the screen and a JSON file.
 
     Attributes:
         facts: what was compared with what.

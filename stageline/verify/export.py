@@ -217,7 +217,7 @@ def _logits(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
 
 
 def _logits_of_stages(stages: Sequence[Stage], inputs: Inputs) -> torch.Tensor:
-    """As `_logits`, of stages that run one after the other, as in training."""
+    """Return the logits of `_logits` from stages that run one after the other, as in training."""
     values: tuple[torch.Tensor, ...] = (inputs["input_ids"],)
     for stage in stages:
         output = stage(*values, **inputs)
@@ -235,7 +235,7 @@ def _with_answer(model: PreTrainedModel, inputs: Inputs) -> Inputs:
     wanted = GenerationConfig(do_sample=False, max_new_tokens=NEW_TOKENS)
     rows = cast(Any, model).generate(**inputs, generation_config=wanted)
     shape = inputs["input_ids"].shape
-    # a token that stands for a picture would want one
+    # an image token in the answer would need an image
     token = image_token(model.config)
     is_picture = rows[:, shape[1] :] == (-1 if token is None else token)
     count = int((is_picture.cumsum(1).amax(0) == 0).sum())

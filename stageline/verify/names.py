@@ -57,7 +57,7 @@ def check_outlines(
             with torch.random.fork_rng(devices=[]):
                 return names_of_stage(outline(stage, count))
         except Exception:
-            return None  # the stage itself, built next, tells better
+            return None  # building the stage itself raises a better error
 
     told = [one for some in ranks.gather([names(s, num_stages) for s in stages]) for one in some]
     found = [one for one in told if one is not None]
@@ -74,7 +74,7 @@ def check_outlines(
 
 
 def check_filled_stages(models: Sequence[Any], *, ranks: Ranks, checkpoint: str | None) -> None:
-    """As `check_outlines`, of stages that are there; raises the same."""
+    """Check the names of stages that are already built; raises as `check_outlines` does."""
     told = ranks.gather([names_of_stage(model) for model in models])
     _compare([one for some in told for one in some], None, ranks=ranks, checkpoint=checkpoint)
 

@@ -38,14 +38,14 @@ from stageline.verify.batches import ordinary_ids
 from stageline.verify.whole_model import library_class, save_config
 
 VerifyMode = Literal["auto", "always", "never"]
-# what a split is made of: files of the package
+# files of the package that determine a split
 CODE = (
     *("stages/*.py", "verify/*.py", "modules/pass_through.py", "inference/decoding/*.py"),
     *("shrink.py", "cache_trial.py"),
 )
 VERSIONS = ("torch", "transformers")
-MOST_STAGES = 4  # of a copy
-PACKED = 19  # tokens of a sample: above each window of a copy, no multiple of one
+MOST_STAGES = 4  # number of stages that a copy has at most
+PACKED = 19  # tokens of a sample: above each window of a copy, not a multiple of one
 
 
 class WrongSplit(Exception):
@@ -104,12 +104,12 @@ class ScaledCopy:
         partition = tiny_partition(layers[self.vision_stages :], layer_period(config))
         small = shrink_config(config, num_layers=sum(partition))
         for name in ("output_router_logits", "router_aux_loss_coef"):
-            if self.options.get(name) is not None:  # the whole model must know it too
+            if self.options.get(name) is not None:  # the whole model needs it too
                 setattr(small.get_text_config(decoder=True), name, self.options[name])
         return small, partition
 
     def library_class(self, small: PretrainedConfig) -> Any:
-        """The Auto class of transformers that builds the whole copy; None: it knows none."""
+        """Return the transformers Auto class for the whole copy; None if there is none."""
         if self.gives_scores:
             return None
         return library_class(small, trust_remote_code=self.trust_remote_code)
@@ -122,7 +122,7 @@ class ScaledCopy:
         return model
 
     def facts(self, small: PretrainedConfig, partition: Sequence[int]) -> dict[str, Any]:
-        """All that a check depends on, as JSON has it; code by its hash, the part's too."""
+        """Return all that a check depends on, for JSON; code by its hash, the part's too."""
         package, owner = (
             Path(__file__).resolve().parents[1],
             getattr(self.function, "__self__", None),
@@ -199,7 +199,7 @@ def copy_weights(whole: nn.Module, stages: Sequence[Any]) -> None:
 
 
 def options_of_copy(kwargs: Mapping[str, Any], attention: str | None) -> dict[str, Any]:
-    """What a part is told when it builds a copy: its own options, and the run's attention.
+    """Return the options with which a part builds a copy: its own, and the run's attention.
 
     A copy runs on the CPU, where sdpa computes what the kernels of a GPU compute.
     """
@@ -211,13 +211,13 @@ def options_of_copy(kwargs: Mapping[str, Any], attention: str | None) -> dict[st
 
 
 def tiny_partition(real: Sequence[int], period: int) -> list[int]:
-    """Layers of few stages whose borders lie at the same places of the layers' pattern.
+    """Return the layers of few stages whose borders are at the same places of the layers' pattern.
 
-    Of more stages than `MOST_STAGES` these are the first ones, and the last.
+    If there are more stages than `MOST_STAGES`, takes the first borders and the last one.
 
     Args:
         real: layers of each stage of the run.
-        period: after how many layers their kinds begin anew.
+        period: after how many layers their kinds begin again.
     """
     borders = [sum(real[: stage + 1]) for stage in range(len(real) - 1)]
     if len(borders) > MOST_STAGES - 1:

@@ -34,7 +34,7 @@ from stageline.verify.whole_model import (
 )
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-MOST_WEIGHTS = 20_000_000  # of a copy; a user's own configuration may not have become small
+MOST_WEIGHTS = 20_000_000  # limit of a copy: a user's own configuration may not have become small
 
 
 class Proof(NamedTuple):
@@ -213,7 +213,7 @@ def _run_stages(stages: Sequence[Any], batches: Sequence[MicroBatch]) -> _Run:
 
 @torch.no_grad()
 def _check_looks_back(whole: Any, batch: MicroBatch) -> None:
-    """Refuses a model in which what comes before a token changes with it.
+    """Refuse a model in which a change of a token changes the outputs before it.
 
     The configuration of some tells so (`refuse_both_ways`); here the numbers do.
     """

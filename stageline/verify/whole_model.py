@@ -45,8 +45,8 @@ ReferenceKind = Literal["auto", "transformers", "part"]
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1
-# large: Adam divides by the gradient, so that of one near zero a rounding would become a step;
-# of a tied embedding of 136 M numbers, 1e-6 left weights 3e-6 apart
+# large: Adam divides by the gradient, so a rounding of one near zero would become a step;
+# with 1e-6, weights of a tied embedding of 136 M numbers were 3e-6 apart
 EPS = 1e-4
 
 
@@ -64,7 +64,7 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Preparation:
-    """The facts that rank 0 tells the others before a stage is built.
+    """The facts that rank 0 sends to the others before a stage is built.
 
     Attributes:
         is_library: the whole model is transformers' class, not the part on one stage.
@@ -188,7 +188,7 @@ def prepare(
 
 
 def library_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
-    """The Auto class of transformers that builds this model, or None where it knows none."""
+    """Return the transformers Auto class that builds this model; None if there is none."""
     choices = {
         "AutoModelForCausalLM": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
         "AutoModelForImageTextToText": transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -235,7 +235,7 @@ class WholeModel:
 def load_whole(
     preparation: Preparation, *, build: Build, seed: int, trust_remote_code: bool
 ) -> WholeModel:
-    """Builds the part on one stage and, where transformers knows the model, that in its place.
+    """Build the whole model: with transformers where it has the class, else as one stage.
 
     Raises:
         CheckpointMismatch: names or shapes in the checkpoint are not the part's.
@@ -274,7 +274,7 @@ def load_whole(
 
 
 class PlainLoRA(nn.Module):
-    """A linear layer and a copy of a low-rank one beside it, under the names that stages have."""
+    """A linear layer and a low-rank copy next to it, under the names that stages have."""
 
     def __init__(self, module: nn.Module, like: Any) -> None:
         super().__init__()
@@ -327,9 +327,9 @@ def run_stage_model(model: nn.Module, inputs: MicroBatch) -> Output:
 
 
 def layers_behind_borders(whole: nn.Module, stage: Any) -> dict[int, nn.Module] | None:
-    """Number of a border -> the layer of the whole model that comes first behind it.
+    """Return border -> the first layer of the whole model behind it.
 
-    Behind a stage of a tower there is another thing. None: a model that does not name its layers.
+    Borders inside a tower are left out. None: a model that does not name its layers.
 
     Args:
         stage: any stage of the split.
@@ -439,7 +439,7 @@ class WholeModelRun:
         return loss, output[1] if isinstance(output, tuple) else 0.0
 
     def _totals(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
-        """What the loss counts; targets are counted here, not by what is checked.
+        """Return the totals for the loss; targets are counted here, independently of stages.
 
         The first token of a row has none before it that could predict it.
         """

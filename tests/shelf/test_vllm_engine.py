@@ -139,7 +139,7 @@ def test_a_rendered_prompt_keeps_its_placeholder_and_its_images(engine, monkeypa
     assert engine.encode(rendered)["input_ids"].tolist() == [expected]
     made = engine.encode(rendered, ["picture"])
     (failed,) = engine.answer([Request("a", made, Sampling())])
-    assert "one of text alone" in str(failed.error)
+    assert "takes only text" in str(failed.error)
     monkeypatch.setattr("stageline.inference.vllm_engine.get_image_processor", lambda _: object())
     list(engine.answer([Request("a", made, Sampling(max_new_tokens=2))]))
     (handed,) = fake_vllm.LLM.calls[-1]["prompts"]

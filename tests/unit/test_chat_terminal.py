@@ -161,7 +161,7 @@ def test_a_picture_goes_along(server, picture):
     assert isinstance(server.bodies[-1]["messages"][-1]["content"], str)
     with pytest.raises(UserError, match="can't be read as a picture"):
         remote.image(str(ROOT / "README.md"))
-    with pytest.raises(UserError, match="takes text alone"):
+    with pytest.raises(UserError, match="takes only text"):
         talk(server.url).image(str(picture))
 
 
@@ -219,7 +219,7 @@ def test_commands(remote, server, tmp_path, picture, capsys):
     for line in ["/what", "/image x.png", "refuse", "/system Be a cat.", "/help", "four"]:
         assert remote.respond(line)
     told = capsys.readouterr()
-    assert "no command /what" in told.err and "takes text alone" in told.err
+    assert "no command /what" in told.err and "takes only text" in told.err
     assert "error[remote]" in told.err and "/save FILE" in told.err
     assert server.bodies[-1]["messages"][0]["content"] == "Be a cat." and told.out.count("\n") == 1
     remote.engine.card = None
@@ -256,7 +256,7 @@ def test_long_messages(typed, messages):
 def test_addresses_and_options(monkeypatch):
     assert server_url("http://a:8000/") == server_url("http://a:8000") == "http://a:8000/v1"
     assert server_url("https://a/api/v3") == "https://a/api/v3"
-    with pytest.raises(UserError, match="is no address"):
+    with pytest.raises(UserError, match="is not an address"):
         server_url("a:8000")
     with pytest.raises(OptionError, match="exclude each other"):
         parse_chat_args(["--server", "http://a", "--model-path", str(ROOT)])

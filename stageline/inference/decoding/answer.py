@@ -1,4 +1,4 @@
-"""Requests on their way: the text of an answer so far, rows to be scored, who is told.
+"""Requests in progress: the text of an answer so far, rows to be scored, and their listeners.
 
 Nothing that happens to one request ends another: a listener that raises, or a token that can't be
 written, ends its own.
@@ -46,9 +46,9 @@ MOST_SCORED = 2048  # tokens of a pass over rows to be scored: each may bring it
 # window may begin inside a character, or with a token that the tokenizer writes in a way of its
 # own.
 
-# what a decoder writes for bytes that are not, or not yet, a character
+# a decoder writes this for bytes that are not, or not yet, a character
 REPLACEMENT = "\ufffd"
-# a longer window is cut to the shorter length, in which a character lies whole
+# a longer window is cut to the shorter length, which always contains a whole character
 _LONGEST_WINDOW = 24
 _SHORT_WINDOW = 8
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -72,7 +72,7 @@ class GrowingText:
         self._open_spaces = ""
 
     def add(self, token_id: int) -> str:
-        """The text that is certain now: no later token can change it."""
+        """Take a token; return the text that no later token can change."""
         if token_id in self._skipped:
             return ""
         self._window.append(token_id)
@@ -80,7 +80,7 @@ class GrowingText:
         match = _BYTE_TOKEN.fullmatch(token) if isinstance(token, str) else None
         self.last_byte = int(match[1], 16) if match else None
         if self.last_byte is not None:
-            # such a decoder writes a run of bytes as characters only if the whole run is right
+            # a byte decoder writes a run of bytes as characters only if the whole run is valid
             return ""
         text = self._decode(self._window)
         num_certain = len(text) - text.endswith(REPLACEMENT)
@@ -96,7 +96,7 @@ class GrowingText:
         return self._clean(new, is_end=False)
 
     def rest(self) -> str:
-        """What the text ends with if no token comes any more; may be asked again."""
+        """Return the end of the text if no further token follows; may be called again."""
         new = self._decode(self._window)[self._num_given :]
         spaces = self._open_spaces
         rest = self._clean(new, is_end=True)
@@ -141,12 +141,12 @@ def _habits(tokenizer: Any) -> tuple[frozenset[int], bool]:
 class AnswerText:
     """Text and tokens of one answer.
 
-    What `add` and `finish` return makes, put together, `text`: what the tokenizer makes of
-    `token_ids`, up to the stop string if there is one. Of several stop strings that one counts
-    which is complete first, of two complete at the same character the longer one.
+    The pieces that `add` and `finish` return make up `text`: the tokenizer's text of
+    `token_ids`, up to the stop string if there is one. If several stop strings match, the one that
+    is complete first counts, and the longer of two that end at the same character.
 
     Attributes:
-        token_ids: without the stop token; those that a stop string lies in are among them.
+        token_ids: without the stop token; includes the tokens of a stop string.
         is_stopped: a stop token or a stop string came: no token may be added any more.
         stopped_by: it, if so.
     """
@@ -169,7 +169,7 @@ class AnswerText:
 
     @property
     def text(self) -> str:
-        """What was returned so far."""
+        """The text that was returned so far."""
         return "".join(self._pieces)
 
     def add(self, token_id: int) -> str:
@@ -188,7 +188,7 @@ class AnswerText:
         return piece
 
     def finish(self) -> str:
-        """The rest of the text, once no token comes any more.
+        """Return the rest of the text when no further token follows.
 
         It may end in a stop string, which becomes certain only now: ask `is_stopped` after it.
         """
@@ -215,7 +215,7 @@ class AnswerText:
         return certain
 
     def _find_stop(self, text: str) -> tuple[int, str] | None:
-        """Where the stop string begins that is complete first, and which it is."""
+        """Return the start of the stop string that is complete first, and that string."""
         places = [(text.find(stop), stop) for stop in self._stop]
         found = [(start + len(stop), start, stop) for start, stop in places if start >= 0]
         return min(found)[1:] if found else None
@@ -252,7 +252,7 @@ class Running:
         return self.request.prompt["input_ids"][0].tolist() + self.text.token_ids
 
     def take_from(self, order: PassOrder, place: int) -> None:
-        """What a pass has brought: a token, or an error."""
+        """Take the result of a pass: a token, or an error."""
         error = error_of(order, place)
         try:
             if not self.is_cancelled and error is None:
@@ -267,7 +267,7 @@ class Running:
             self.fail(error)
 
     def take(self, token_id: int, logprob: TokenLogprob | None, *, is_last: bool = False) -> None:
-        """One more token.
+        """Take one more token of the answer.
 
         Args:
             is_last: the answer's grammar lets nothing follow it.
@@ -296,7 +296,7 @@ class Running:
             self._call(AnswerPiece(self.key, text, ids, logprobs))
 
     def finish(self, reason: Literal["stop", "length", "cancelled"]) -> None:
-        """Tells the rest and the end."""
+        """Send the listener the rest of the text and the end."""
         self._tell(self.text.finish())
         if reason == "length" and self.text.is_stopped:  # the rest ended in a stop string
             reason = "stop"
@@ -320,12 +320,12 @@ class Running:
             return
         try:
             self.listener(event)
-        except Exception:  # nobody listens any more: the answer ends with the next token
+        except Exception:  # the listener is gone: the answer ends with the next token
             traceback.print_exc(file=sys.stderr)
             self._is_deaf = self.is_cancelled = True
 
     def fail(self, error: Exception) -> None:
-        """Tells that there is no answer."""
+        """Send the listener the error in the place of an answer."""
         self.is_over = True
         self._call(Failed(self.key, error))
 
@@ -340,16 +340,16 @@ def check_row(item: ScoreRequest, limits: Limits) -> None:
         )
     if not 1 <= item.num_targets < length:
         raise UserError(
-            f"{item.num_targets} of the row's {length} tokens are to be scored, and a token is "
+            f"{item.num_targets} of the row's {length} tokens should be scored, and a token is "
             f"scored by those before it. Score 1 to {length - 1}."
         )
 
 
 class ScoreQueue:
-    """Rows are scored in their order, so many together as a pass may have tokens.
+    """Scores rows in their order, as many at a time as the tokens of a pass allow.
 
     Args:
-        limits: of one pass, with padding; a row longer than `prefill_tokens` goes alone.
+        limits: of one pass, with padding; a row longer than `prefill_tokens` has its own pass.
         pads_right: as stages without a cache read their rows.
     """
 
@@ -369,18 +369,18 @@ class ScoreQueue:
         return bool(self._on_their_way)
 
     def add(self, item: ScoreRequest, listener: ScoreListener) -> None:
-        """A row that is to be scored."""
+        """Queue a row to be scored."""
         self.waiting.append((item, listener))
 
     def cancel(self, key: str) -> None:
-        """Drops a row that waits still; one on its way is told when it is back."""
+        """Drop a row that still waits; one on its way is reported when its pass is back."""
         left = [row for row in self.waiting if row[0].key == key]
         self.waiting = deque(row for row in self.waiting if row[0].key != key)
         for _, listener in left:
             _tell(listener, Failed(key, Cancelled("the score was cancelled")))
 
     def fail_all(self, error: Exception) -> None:
-        """Tells everybody that there is no score."""
+        """Tell all listeners that there is no score."""
         rows = [row for rows in [*self._on_their_way, self.waiting] for row in rows]
         self._on_their_way.clear()
         self.waiting.clear()
@@ -388,7 +388,7 @@ class ScoreQueue:
             _tell(listener, Failed(item.key, error))
 
     def next_order(self) -> tuple[PassOrder, dict[str, Tensor]]:
-        """The next pass and what it reads."""
+        """Return the next pass and its inputs."""
         rows: list[_Row] = []
         while self.waiting and self._goes_with(rows, self.waiting[0][0]):
             rows.append(self.waiting.popleft())
@@ -418,7 +418,7 @@ class ScoreQueue:
         return max(lengths) * len(lengths) <= most
 
     def take(self, order: PassOrder) -> None:
-        """The oldest pass is back."""
+        """Report the scores of the oldest pass, which is back."""
         for place, (item, listener) in enumerate(self._on_their_way.popleft()):
             if order.error is not None:
                 _tell(listener, Failed(item.key, EngineError(order.error)))
@@ -431,5 +431,5 @@ class ScoreQueue:
 def _tell(listener: ScoreListener, event: Scored | Failed) -> None:
     try:
         listener(event)
-    except Exception:  # of one who asked: the others get theirs
+    except Exception:  # one listener failed; the others still get their scores
         traceback.print_exc(file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Several answers to each prompt, for training on them: which are drawn follows from seeds alone.
+"""Several answers to each prompt, for training on them: seeds determine which are drawn.
 
 A server puts together what came when. Here a lot of
 prompts is answered together, whatever the number of stages or replicas, so that each pass has the
@@ -63,7 +63,7 @@ class SampledAnswer:
 
 @dataclass(eq=False)
 class _Row:
-    """An answer that grows."""
+    """An answer that is still being drawn."""
 
     number: int
     answer: SampledAnswer
@@ -76,7 +76,7 @@ class _Lot:
 
     Attributes:
         unread: prompts that have not come back from their first pass.
-        rows: that go on, in the order in which the stages have them.
+        rows: that are unfinished, in the order in which the stages have them.
         left: (group, row) of rows that have ended and not been told of.
     """
 
@@ -96,7 +96,7 @@ class AnswerGroups:
     Args:
         chain: the stages, which answer meanwhile.
         stop_ids: tokens that end an answer.
-        lots_at_once: so many are on their way; more fill the pipeline, and take memory.
+        lots_at_once: lots on their way at a time; more fill the pipeline, and take memory.
         most_on_way: passes that may be on their way.
     """
 
@@ -183,7 +183,7 @@ class _Drawing:
         return self.num_told < self._num_lots and self.num_told not in self.lots
 
     def begin(self, prompts: Sequence[PromptToAnswer]) -> None:
-        """Put the first passes of a lot in line: each prompt is read alone, and once."""
+        """Queue the first passes of a lot: each prompt is read once, in a pass of its own."""
         groups, longest = self.groups, max(length_of(prompt.inputs) for prompt in prompts)
         # the last token of an answer is kept nowhere
         columns = longest + self.sampling.max_new_tokens - 1
@@ -234,7 +234,7 @@ class _Drawing:
                 row.words.finish()  # its rest may end in a stop string
                 row.answer.is_cut = not row.words.is_stopped
                 row.answer.text = row.words.text
-                # as the stages take a row out, so that they need not move any
+                # the stages take a row out in the same way, so no other row moves
                 take_out(lot.rows, lot.rows.index(row))
                 lot.left.append((lot.number, number))
         if lot.unread:
@@ -273,7 +273,7 @@ def check_room(
 
 @dataclass(frozen=True)
 class AnswerLoad:
-    """What a pipeline is asked to answer.
+    """Number and size of the prompts and answers of a step.
 
     Attributes:
         num_prompts: that wait together.
@@ -320,16 +320,16 @@ class AnswerLoad:
 
     @property
     def moved_cells(self) -> int:
-        """Places of a buffer that is there twice while its lot grows, at most."""
+        """Return the largest number of places of a buffer that is copied while its lot grows."""
         return self.rows * whole_columns(self.columns)
 
 
 def answer_cost(stage: Stage, loads: Sequence[AnswerLoad]) -> Cost:
     """The `cache` and `answering` of a stage on the meta device, or of a piece of one.
 
-    Of the largest of some loads: caches of all lots when they take most, and the fullest moment
-    beside them: of the pass over a prompt, of a step with the choice of its tokens, or of a buffer
-    that moves.
+    Takes the largest of some loads: the caches of all lots at their fullest, and in addition
+    the fullest moment of the pass over a prompt, of a step with the choice of its tokens, or of
+    moving a buffer.
 
     Keys and values of images that layers look at themselves are not counted, nor is a tower.
     """
@@ -354,7 +354,7 @@ def answer_cost(stage: Stage, loads: Sequence[AnswerLoad]) -> Cost:
 
 
 def _cache(stage: Stage, *, rows: int, columns: int, room: int) -> GroupCache:
-    """Make a cache with so many columns in use, which nobody wrote, and room for more."""
+    """Make a cache with `columns` columns in use, uninitialized, and room for more."""
     cache = GroupCache(stage.num_cache_layers(), rows, fixed_layers=stage.fixed_layers())
     cache.begin(room, lengths=[room] * rows)
     cache.window.first_columns = [0] * rows
@@ -363,7 +363,7 @@ def _cache(stage: Stage, *, rows: int, columns: int, room: int) -> GroupCache:
 
 
 def _pass(stage: Stage, cache: GroupCache, num_new: int) -> tuple[int, torch.Tensor]:
-    """Return the most that a pass makes beside the cache, with what comes in; and its output."""
+    """Return the peak of a pass, with its input but without the cache, and its output."""
     rows = cache.window.num_rows
     batch: dict[str, object] = {
         "position_ids": torch.empty(rows, num_new, dtype=torch.long, device=META),
@@ -376,8 +376,8 @@ def _pass(stage: Stage, cache: GroupCache, num_new: int) -> tuple[int, torch.Ten
     watch = PeakBytes(META)
     with on_meta(watch, stage):
         inputs = tuple(torch.empty_like(value) for value in inputs)
-        # one that has all its dimensions: the library would look into any other. Prompts of several
-        # lengths are told apart by it; kernels for one alone do without
+        # transformers would inspect a mask that lacks dimensions. Several rows need a boolean mask,
+        # whose copy in numbers counts; a single row needs none, and a mask of floats is not copied
         kind = torch.bool if rows > 1 else next(floats, torch.get_default_dtype())
         mask = torch.empty(rows, 1, num_new, cache.window.width + num_new, dtype=kind)
         output = stage(*inputs, attention_mask=mask, **batch)

@@ -1,9 +1,9 @@
 """Keys and values of a group of sequences that are answered together, on one stage.
 
-The columns of a group are a time axis that all its rows share: the tokens of a row lie side by side
+The columns of a group are a time axis that all its rows share: the tokens of a row are contiguous
 and end in the last column, so that one step appends one column for all. A row that joins is
-written so that it ends there too; of a row that leaves the last row takes the place; columns that
-no row uses any more fall off the front without a copy. The library's own code makes masks from
+written so that it ends there too; the last row takes the place of a row that leaves; columns that
+no row uses any more fall off the front without a copy. The code of transformers makes masks from
 this as it does for a batch padded on the left. Layers with a sliding window keep all columns, and
 the mask hides those outside the window.
 
@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from stageline.device import sent
 
 # Keys and values that a prompt brings and no step grows: of layers that attend to its images.
-# Rows have as many columns as their images have patches, rows of text alone have none. The buffers
+# Rows have as many columns as their images have patches, rows of only text have none. The buffers
 # are as wide as the fullest row, and zero behind each row's own columns: a layer that attends to
 # values of zero adds nothing to a row of text, and masks hide the rest for rows with fewer images.
 #
@@ -41,7 +41,7 @@ class FixedColumns:
 class FixedLayer(CacheLayerMixin):
     """One layer's fixed keys and values; None while no row of the group brought any.
 
-    The library passes by a layer without any, which is what rows of text alone need.
+    transformers skips a layer without any, as rows of only text need.
     """
 
     is_sliding = False
@@ -78,14 +78,14 @@ class FixedLayer(CacheLayerMixin):
         self._show(num_rows)
 
     def repeat(self, count: int, num_rows: int) -> None:
-        """Each row becomes so many equal ones; `columns` counts them afterwards."""
+        """Repeat each row `count` times; `columns` is updated afterwards."""
         if self._buffers:
             rows = (buffer[:num_rows] for buffer in self._buffers)
             self._buffers = tuple(buffer.repeat_interleave(count, dim=0) for buffer in rows)
             self._show(num_rows * count)
 
     def join(self, other: "FixedLayer", num_rows: int, num_new: int) -> None:
-        """Takes another group's rows behind the own ones; `columns` counts them already."""
+        """Append another group's rows; `columns` counts them already."""
         if not self._buffers and not other._buffers:
             return
         rows = slice(num_rows, num_rows + num_new)
@@ -110,7 +110,7 @@ class FixedLayer(CacheLayerMixin):
         self._show(rows.stop)
 
     def _show(self, num_rows: int) -> None:
-        """Sets what the model reads; lets go of buffers that no row needs."""
+        """Set the keys and values that the model reads; free buffers that no row needs."""
         width = self.columns.width
         if not self._buffers or not width:
             self.drop()
@@ -118,7 +118,7 @@ class FixedLayer(CacheLayerMixin):
         self.keys, self.values = (buffer[:num_rows, :, :width] for buffer in self._buffers)
 
     def drop(self) -> None:
-        """Lets go of the buffers."""
+        """Free the buffers."""
         self._buffers, self.keys, self.values = (), None, None
 
     def get_seq_length(self) -> int:
@@ -136,11 +136,11 @@ class FixedLayer(CacheLayerMixin):
 
 
 Item = TypeVar("Item")
-COLUMNS_AT_ONCE = 64  # buffers grow by so many, and by a quarter
+COLUMNS_AT_ONCE = 64  # buffers grow by a multiple of this, and by a quarter
 
 
 def whole_columns(count: int) -> int:
-    """Columns of a buffer that holds so many."""
+    """Return the columns of a buffer for `count` of them, a multiple of `COLUMNS_AT_ONCE`."""
     return -(-count // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE
 
 
@@ -151,7 +151,7 @@ def take_out(items: list[Item], index: int) -> Item:
 
 
 class Window:
-    """Which part of its buffers a group uses; all layers of a group share it.
+    """The part of its buffers that a group uses; all layers of a group share it.
 
     Attributes:
         first_columns: of each row, the column of its first token.
@@ -182,7 +182,7 @@ class Window:
         self.start = min(self.first_columns, default=self.end)
 
     def mask(self, num_new: int, device: torch.device) -> torch.Tensor:
-        """Which columns hold tokens [B, C], the new ones behind the old ones included."""
+        """Return which columns hold tokens [B, C], the new ones after the old ones included."""
         columns_C = torch.arange(self.start, self.end + num_new, device=device)
         firsts_B = sent(torch.tensor(self.first_columns), device)
         return (columns_C >= firsts_B[:, None]).long()
@@ -213,7 +213,7 @@ class WindowLayer(CacheLayerMixin):
         self.keys, self.values = (self.new_buffer(like) for like in (key_states, value_states))
 
     def new_buffer(self, like_BKCD: torch.Tensor) -> torch.Tensor:
-        """Return an empty buffer as large as the window wants it."""
+        """Return an empty buffer of the window's capacity."""
         _, num_heads, _, size = like_BKCD.shape
         window = self.window
         return like_BKCD.new_empty(window.row_capacity, num_heads, window.column_capacity, size)
@@ -231,7 +231,7 @@ class WindowLayer(CacheLayerMixin):
         return self._columns(self.keys, *used), self._columns(self.values, *used)
 
     def _columns(self, buffer: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """Columns of all rows: as each step does this four times a layer, in one operation."""
+        """Return some columns of all rows in one operation: a step does this four times a layer."""
         _, num_heads, _, size = buffer.shape
         shape = (self.window.num_rows, num_heads, count, size)
         return buffer.as_strided(shape, buffer.stride(), first * size)
@@ -319,7 +319,7 @@ class GroupCache(Cache):
         window.trim()
 
     def repeat(self, count: int) -> None:
-        """Each row becomes so many equal ones, side by side: answers to the same prompt."""
+        """Repeat each row `count` times, next to one another: answers to the same prompt."""
         window, num_rows = self.window, self.window.num_rows
         window.row_capacity = num_rows * count
         for layer in self.window_layers:
@@ -332,7 +332,7 @@ class GroupCache(Cache):
             lengths[:] = [length for length in lengths for _ in range(count)]
 
     def swap(self, one: int, other: int) -> None:
-        """Two rows change places."""
+        """Exchange two rows."""
         for values in (self.window.first_columns, self.fixed.lengths):
             values[one], values[other] = values[other], values[one]
         fixed = [buffer for layer in self.fixed_layers for buffer in layer.row_buffers()]
@@ -382,7 +382,7 @@ class GroupCache(Cache):
             fixed.drop()
 
     def _join_window(self, other: "GroupCache") -> None:
-        """Hidden columns become zero: they may hold what a row left that was no number."""
+        """Copy the rows and zero hidden columns: a row that left may have put NaN or inf there."""
         mine, theirs = self.window, other.window
         old, new = slice(0, mine.num_rows), slice(mine.num_rows, mine.num_rows + theirs.num_rows)
         begin = mine.end - theirs.width
@@ -409,7 +409,7 @@ class GroupCache(Cache):
         return [getattr(layer, name) for layer in self.window_layers for name in layer.buffers()]
 
     def _relocate(self, num_rows: int, width: int, num_new: int) -> None:
-        """Moves all to buffers for so many rows; what is used then ends at column `width`."""
+        """Move all to buffers for `num_rows` rows; the columns in use then end at `width`."""
         window = self.window
         before = window.row_capacity, window.column_capacity
         needed = width + num_new

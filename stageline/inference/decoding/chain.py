@@ -14,19 +14,19 @@ from stageline.inference.decoding.stage_decoder import StageDecoder, Tensors
 
 BLOCK = 4096  # bytes of the first part of an order: most fit
 _LENGTH = 8
-IDLE = timedelta(days=365)  # a stage may wait for the next order as long as nobody asks anything
+IDLE = timedelta(days=365)  # a stage may wait for the next order until a request arrives
 
 
 class Wire:
     """Sends and receives orders with their tensors, in order, between the ranks of one pipeline.
 
-    Orders lie on the CPU, so that shapes are known before anything is received on a GPU.
+    Orders are on the CPU, so that shapes are known before anything is received on a GPU.
 
     Args:
         rank: of this process within the pipeline.
-        group: the pipeline; it has gloo for the CPU also where tensors lie on GPUs.
-        device: where received tensors lie.
-        num_kept: orders that may be on their way; what was sent for an order is kept until so
+        group: the pipeline; it has gloo for the CPU also where tensors are on GPUs.
+        device: where received tensors are put.
+        num_kept: orders that may be on their way; what was sent for an order is kept until this
             many others followed, by when it has certainly arrived.
     """
 
@@ -158,7 +158,7 @@ class RankChain:
         return self._done.popleft()
 
     def carry_next(self) -> PassOrder:
-        """Does this rank's part of the next order that comes here."""
+        """Do this rank's part of the next order that arrives."""
         order, tensors = self.wire.receive(self._source)
         self._carry(order, tensors)
         return order
@@ -184,7 +184,7 @@ def follow(
     num_stages: int,
     route: Sequence[int] | None = None,
 ) -> None:
-    """What the other ranks do: each order's part, until the order to stop has gone by."""
+    """Do this rank's part of each order until the order to stop has passed; for ranks above 0."""
     chain = RankChain(decoders, wire, num_stages=num_stages, route=route)
     has_stopped = False
     while not has_stopped:

@@ -65,7 +65,7 @@ class DecodingEngine:
         stop_ids: tokens that end an answer, where a request names none.
         device: where the first stage reads.
         prompt_cells: room in the cache that the images of a prompt take, in tokens.
-        has_cache: the stages keep keys and values; else each token reads its whole row anew.
+        has_cache: the stages keep keys and values; else each token reads its whole row again.
         reads_in_pieces: the stages can read a prompt of text in several passes.
         matchers: check grammars; None: made of the tokenizer.
     """
@@ -119,9 +119,9 @@ class DecodingEngine:
         """Queues a request.
 
         Args:
-            listener: is called in the engine's thread with each `Piece`, then once with
-                `Finished` (`Scored`) or `Failed`; it must return at once. If it raises, it hears
-                nothing more, its request ends as if cancelled, and all others go on.
+            listener: is called in the engine's thread with each `AnswerPiece`, then once with
+                `Finished` (`Scored`) or `Failed`; it must return at once. If it raises, it is
+                called no more, its request ends as if cancelled, and all others continue.
 
         Raises:
             UserError: the request can't be answered: its prompt is empty or too long.
@@ -150,7 +150,7 @@ class DecodingEngine:
         self._inbox.put(lambda: None)
 
     def stats(self) -> EngineStats:
-        """Where the engine stands; numbers of a moment ago."""
+        """Return counts of requests, tokens and cache; they may be out of date by a moment."""
         scheduler = self._scheduler
         return EngineStats(
             queued=len(scheduler.waiting) + self._inbox.qsize() + len(self._scores.waiting),
@@ -196,7 +196,7 @@ class DecodingEngine:
 
         try:
             yield from self._drain(requests, done, add, num_waiting=lambda: len(self._running))
-        finally:  # also where the caller wants no more
+        finally:  # also if the caller stops iterating
             if self.is_healthy:
                 for key in list(self._running):
                     self._cancel(key)
@@ -219,7 +219,7 @@ class DecodingEngine:
 
         try:
             yield from self._drain(items, done, add, num_waiting=lambda: len(scores.waiting))
-        finally:  # also where the caller wants no more
+        finally:  # also if the caller stops iterating
             if self.is_healthy:
                 scores.waiting.clear()
                 while scores.has_work:
@@ -233,7 +233,7 @@ class DecodingEngine:
         *,
         num_waiting: Callable[[], int],
     ) -> Iterator[Result | Failed]:
-        """Takes items in, so many that the stages are busy, and yields what is done of them."""
+        """Take items in, enough to keep the stages busy, and yield their results."""
         source, is_over = iter(items), False
         while not is_over or done or self._running or self._scores.has_work:
             while not is_over and num_waiting() < 2 * self.limits.max_rows:
@@ -259,7 +259,7 @@ class DecodingEngine:
             self.chain.result()
 
     def _act(self) -> bool:
-        """Takes in what came, then starts a pass or takes a result; False: nothing to do."""
+        """Handle new requests, then start a pass or take a result; False: nothing to do."""
         try:
             while not self._inbox.empty():
                 self._inbox.get()()
@@ -268,7 +268,7 @@ class DecodingEngine:
             if is_back := self.chain.num_in_flight > 0:
                 self._take(self.chain.result())
             return is_back
-        except BaseException:  # what a pass could not do is no exception here
+        except BaseException:  # a stage reports a failed pass in its order, not as an exception
             self.is_healthy = False
             raise
 
@@ -331,7 +331,7 @@ class DecodingEngine:
         self.chain.start(order, on_device)
 
     def _take(self, order: PassOrder) -> None:
-        """Hands out what an order brought."""
+        """Pass the results of an order on to its requests."""
         self._stage_seconds = [
             a + b for a, b in zip(self._stage_seconds, order.seconds, strict=True)
         ]
@@ -369,7 +369,7 @@ class DecodingEngine:
         if not self.has_cache and is_alone(prompt):
             raise UserError(
                 "The prompt has images, and this model keeps no keys and values (can_decode is "
-                "False): it would look at them for every token. Ask with text alone."
+                "False): it would look at them for every token. Send only text."
             )
         if sampling.grammar is not None:
             self.matchers.check(sampling.grammar)

@@ -53,7 +53,7 @@ def json_grammar(schema: Mapping[str, Any], *, is_strict: bool = True) -> Gramma
     try:
         text = json.dumps({**schema, "x-guidance": options}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"the schema is no JSON: {error}.") from None
+        raise UserError(f"the schema is not JSON: {error}.") from None
     return Grammar("json_schema", text)
 
 
@@ -85,14 +85,14 @@ class RowMatcher:
         return is_text and self.matcher.validate_tokens([token_id]) == 1
 
     def take(self, token_id: int) -> bool:
-        """Goes on with the token that was chosen; whether the text is whole and nothing follows."""
+        """Take the chosen token; return whether the text is whole and nothing may follow."""
         if token_id < 0 or token_id in self.stop_ids:
             return False
         return self.matcher.consume_token(token_id) and self.matcher.is_stopped()
 
 
 class Matchers:
-    """Makes matchers for one tokenizer; nothing is loaded before the first grammar comes."""
+    """Makes matchers for one tokenizer; nothing is loaded before the first grammar."""
 
     def __init__(self, load_tokenizer: Callable[[], Any]) -> None:
         self._vocabulary = functools.cache(lambda: _read_vocabulary(load_tokenizer()))
@@ -130,7 +130,7 @@ _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "
 
 
 def allowed_tokens(rows: Sequence[RowMatcher], num_columns: int) -> np.ndarray:
-    """Which token may be the next one of each row [R, C]; of a row with an error any or none."""
+    """Return which tokens each row may have next [R, C]; arbitrary for a row with an error."""
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
     size = max(row.end_id for row in rows) + 1
@@ -201,7 +201,7 @@ def _library() -> Any:
 
 @functools.cache
 def _executor() -> Any:
-    """Threads that all rows share."""
+    """Return the threads that all rows share."""
     from llguidance import LLExecutor
 
     return LLExecutor()

@@ -1,4 +1,4 @@
-"""What is asked of the decoding engine and what it answers: plain values, no model and no rank."""
+"""Requests and results of the decoding engine: plain values, no model and no rank."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,11 +51,11 @@ def answer_room(length: int, longest: int | None, *, images: str = "") -> int:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one answer are chosen, and where the answer ends.
+    """Settings for choosing the tokens of one answer, and for its end.
 
     Attributes:
         temperature: 0 takes the likeliest token, whatever top_k, top_p and min_p say.
-        top_k: only so many of the likeliest tokens; 0: all.
+        top_k: number of the likeliest tokens to choose from; 0: all.
         top_p: only the likeliest tokens that together have this probability; at least one.
         min_p: only tokens with at least this share of the likeliest token's probability.
         repetition_penalty: above 1 makes tokens of prompt and answer less likely (transformers).
@@ -64,7 +64,7 @@ class Sampling:
         logit_bias: (token id, what its logit gets more) pairs (OpenAI).
         stop: the text ends before the first of these that appears in it.
         stop_token_ids: end the answer; None: those of model and tokenizer, (): none.
-        min_new_tokens: none of them comes before the answer has so many tokens.
+        min_new_tokens: no stop token comes before the answer has this many tokens.
         logprobs: None: none; n: that of each chosen token and of the n likeliest ones.
         tempers_logprobs: they are those of what is drawn from, the logits by the temperature.
         grammar: what the whole answer has to be; stop tokens then come only where it may end.
@@ -98,8 +98,8 @@ class Sampling:
             raise UserError(f"{name} is {value!r}; expected {kind} from {low} to {high}.")
         if self.min_new_tokens and self.grammar is not None:
             raise UserError(
-                "min_new_tokens came with a grammar, and an answer ends where its grammar does. "
-                "Give one of them."
+                "min_new_tokens does not work with a grammar: an answer ends where its grammar "
+                "does. Give one of them."
             )
 
 
@@ -134,7 +134,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class AnswerPiece:
-    """What came to an answer; the texts of all pieces make the text of `Finished`."""
+    """New text and tokens of an answer; the texts of all pieces make the text of `Finished`."""
 
     key: str
     text: str
@@ -148,7 +148,7 @@ class Finished:
 
     Attributes:
         text: ends before the stop string.
-        token_ids: without the stop token; the tokens that a stop string lies in are among them.
+        token_ids: without the stop token; includes the tokens of a stop string.
         stopped_by: the stop string or the stop token's id, where one ended the answer; a grammar
             that nothing can follow needs none.
         stop_logprob: of the stop token, where log-probabilities were asked for.
@@ -170,12 +170,12 @@ class EngineError(RuntimeError):
 
 
 class Cancelled(EngineError):
-    """Nobody wants it any more."""
+    """The request was cancelled before its result was there."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A request that got no answer: a `UserError` is the request's fault, else it is ours."""
+    """A request that got no answer, by a `UserError` if its own fault, else by the engine's."""
 
     key: str
     error: Exception
@@ -186,7 +186,7 @@ class ScoreRequest:
     """A row whose last `num_targets` tokens are to be scored.
 
     Attributes:
-        num_top: so many of the likeliest tokens are told in each place.
+        num_top: number of the likeliest tokens that are returned in each place.
         adapter: as in `Request`.
     """
 
@@ -218,7 +218,7 @@ Listener = Callable[[AnswerPiece | Finished | Scored | Failed], None]
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Where the engine stands.
+    """Load and totals of the engine.
 
     Attributes:
         prompt_tokens, completion_tokens: read and made since the start.
@@ -246,7 +246,7 @@ Score = tuple[list[float], bool, list[list[tuple[int, float]]]]
 class PassOrder:
     """One pass through the stages: made on the first one, carried from stage to stage.
 
-    An order holds plain values; tensors travel beside it. A model that keeps no keys and values
+    An order holds plain values; tensors are sent separately. A model that keeps no keys and values
     reads its rows again for each token: "whole" takes the place of "prefill" and "decode".
 
     Attributes:
@@ -330,7 +330,7 @@ class PassOrder:
 
 
 def error_of(order: PassOrder, place: int) -> Exception | None:
-    """Why a row of an order got no token."""
+    """Return why a row of an order got no token; None if it got one."""
     if order.error is not None:
         return EngineError(order.error)
     is_users, text = order.row_errors.get(place, (False, None))
@@ -338,7 +338,7 @@ def error_of(order: PassOrder, place: int) -> Exception | None:
 
 
 def adapters_of(requests: Iterable[Request | ScoreRequest]) -> list[int]:
-    """Of the rows of an order, as it has them."""
+    """Return each row's adapter for an order; empty if none has one."""
     numbers = [request.adapter for request in requests]
     return numbers if any(numbers) else []
 
@@ -363,14 +363,14 @@ def padded_right(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
 
 
 def part_of(prompt: Prompt, piece: range) -> Prompt:
-    """Some tokens of the prompt that follow one another, and what else has a value for each."""
+    """Return a run of the prompt's tokens, with the other values for each of them."""
     shape = prompt["input_ids"].shape
     own = slice(piece.start, piece.stop)
     return {name: v[:, own] if v.shape == shape else v for name, v in prompt.items()}
 
 
 def together(prompts: Sequence[Prompt], *, pads_right: bool = False) -> dict[str, Tensor]:
-    """Return the inputs [B, T] of several prompts that are not alone, or those of one."""
+    """Return the inputs [B, T] of prompts that may share a pass, or of a single prompt."""
     if len(prompts) == 1:
         return {name: value for name, value in prompts[0].items() if name != MASK}
     width = max(map(length_of, prompts))

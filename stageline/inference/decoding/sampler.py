@@ -44,7 +44,7 @@ def draw(scores_RV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[flo
 
 
 def choice_bytes(num_rows: int, size: int) -> int:
-    """Return what `choose` holds at most beside the logits [num_rows, size] of sampled rows.
+    """Return the peak bytes of `choose` without the logits [num_rows, size] of sampled rows.
 
     A copy in float32; for the rows at a time the weights, those that are kept, and sums in float64.
     """
@@ -88,7 +88,7 @@ def token_weights(scores_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 @dataclass
 class SampledRow:
-    """What the choice of a token depends on beside its logits; the caller keeps it up to date.
+    """The state that, with its logits, decides a row's next token; the caller updates it.
 
     Attributes:
         prompt_ids: token ids of the prompt, for the repetition penalty; None: of the answer only.
@@ -108,7 +108,7 @@ class SampledRow:
 
     @property
     def index(self) -> int:
-        """Which token of the answer comes next, from 0."""
+        """Number of the answer's next token, from 0."""
         return len(self.answer_ids)
 
     @property
@@ -134,7 +134,7 @@ class SampledRow:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A token; -1 with an error if the row has none (the others of the batch have theirs)."""
+    """A token, or -1 with an error if the row has none; the rest of the batch is not affected."""
 
     token_id: int
     logprob: TokenLogprob | None = None

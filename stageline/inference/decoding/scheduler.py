@@ -1,4 +1,4 @@
-"""Which sequence is answered when, and with which others: no model, no tensors.
+"""The order in which sequences are answered, and in which groups: no model, no tensors.
 
 A sequence waits, is read (prefill) into a group, and gets a token each time its group takes a step.
 A finished one makes room at once for one that waits. A long prompt is read in pieces, which follow
@@ -14,7 +14,7 @@ from typing import Any
 from stageline.inference.decoding.cache import take_out
 
 ROOM_TO_WAIT_FOR = 8  # an eighth of all rows
-LEAST_TOKENS = 128  # of a pass over prompts: smaller ones cost more than they gain
+LEAST_TOKENS = 128  # smaller passes over prompts cost more than they gain
 
 
 @dataclass(eq=False)
@@ -91,12 +91,12 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is done at a time.
+    """Limits on the work that is done at a time.
 
     Attributes:
         max_rows: sequences that are answered at a time.
         prefill_tokens: tokens of prompts, with padding, that are read in one pass; a longer
-            prompt is read alone, and in pieces if it may be cut.
+            prompt has a pass of its own, and in pieces if it may be cut.
         max_cells: rows times columns of all caches together; None: no limit.
         max_length: longest prompt with its answer, in tokens.
         num_groups: groups of sequences; None: by a rule.
@@ -135,15 +135,15 @@ class Scheduler:
         self.num_stages = num_stages
         self.waiting: deque[Sequence] = deque()
         self.groups: dict[int, RunningGroup] = {}
-        self.leaving: list[tuple[int, int]] = []  # (group, row), told with the next order
+        self.leaving: list[tuple[int, int]] = []  # (group, row), sent with the next order
         self.reading: Sequence | None = None  # a prompt of which pieces are still to be read
-        self._piece_tokens = self._num_read = 0  # of it: the size of a piece, and handed out
+        self._piece_tokens = self._num_read = 0  # size of a piece of `reading`; its tokens so far
         self._turn = itertools.count(1)
-        self._most_tokens = limits.prefill_tokens  # of the pass that is put together
-        self._num_pieces = 0  # handed out so far
-        self._was_piece = False  # what was handed out last
+        self._most_tokens = limits.prefill_tokens  # limit of the pass that is put together
+        self._num_pieces = 0  # number of pieces that were handed out
+        self._was_piece = False  # whether the last pass that was handed out was a piece
 
-    # both are asked by other threads too: a list is made of the groups at once, before they change
+    # other threads call both: copy the groups into a list at once, before they change
 
     @property
     def num_running(self) -> int:
@@ -195,7 +195,7 @@ class Scheduler:
         self.groups[group.number] = group
         for one in chosen:
             one.group = group.number
-        # only a prompt alone in its pass can be too long for one
+        # only a prompt that has a pass of its own can be too long for one
         if chosen[0].may_be_cut and chosen[0].length > self._most_tokens:
             group.coming += chosen
             count = -(-chosen[0].length // self._most_tokens)
@@ -259,7 +259,7 @@ class Scheduler:
         if not ready:
             return None
         if may_wait and len(ready) == 1 and self._are_too_many():
-            # groups come one at a time: does the next one that comes home join it?
+            # groups return one at a time: wait if any of the others could join this one
             others = [other for other in self.groups.values() if other is not ready[0]]
             if all(self._may_join(ready[0], other) for other in others):
                 return None
@@ -272,7 +272,7 @@ class Scheduler:
         return [group for group in self.groups.values() if group.is_home and group.members]
 
     def next_joins(self) -> list[tuple[int, int]]:
-        """(from, into) of groups at home that are better one, where there are too many."""
+        """Return (from, into) of returned groups to merge, if there are too many groups."""
         home = sorted(self._home(), key=lambda group: len(group.members))
         if not self._are_too_many() or len(home) < 2:
             return []
@@ -302,7 +302,7 @@ class Scheduler:
         return others + cells <= self.limits.max_cells
 
     def came_home(self, number: int) -> None:
-        """A pass of a group is back."""
+        """Record that a pass of a group is back."""
         group = self.groups[number]
         group.on_way.pop(0)
         group.since = next(self._turn)
@@ -338,6 +338,6 @@ class Scheduler:
             del self.groups[group.number]
 
     def take_leaving(self) -> list[tuple[int, int]]:
-        """Who left since the last order; the stages hear of each once."""
+        """Return the rows that left since the last order, each of them once."""
         leaving, self.leaving = self.leaving, []
         return leaving

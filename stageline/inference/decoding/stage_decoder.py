@@ -32,9 +32,9 @@ PIECE = 2**25
 
 
 def score_row(logits_TV: torch.Tensor, targets: list[int], *, num_top: int) -> Score:
-    """Of each target, and whether each is the likeliest; the likeliest tokens in each place.
+    """Return each target's log-probability, whether all are the likeliest, the likeliest tokens.
 
-    In float32 at least.
+    Computes in float32 or wider.
     """
     num_together = max(1, PIECE // logits_TV.shape[-1])
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
@@ -119,7 +119,7 @@ HIDDEN, EXTRA = "hidden", "extra"
 def answering(stages: Iterable[Stage]) -> Iterator[None]:
     """Stages of a training answer meanwhile; afterwards they are as they were.
 
-    Compiled layers run as they were written: each length of a cache would be compiled anew.
+    Compiled layers run in eager mode: each length of a cache would be compiled again.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -127,7 +127,7 @@ def answering(stages: Iterable[Stage]) -> Iterator[None]:
             modes = [(module, module.training) for module in stage.modules()]
             for module, is_training in modes:
                 stack.callback(setattr, module, "training", is_training)
-            stack.callback(stage.train, stage.training)  # what else hangs on the mode
+            stack.callback(stage.train, stage.training)  # a stage may override `train`
             before = dict(vars(stage))
             stage.eval()
             stage.answer_only()
@@ -146,12 +146,12 @@ class StageDecoder:
 
     Args:
         stage: a stage model with its weights.
-        device: where they lie.
+        device: of those weights.
         matchers: on the last stage, for answers that keep to a grammar.
         trains_on: the stage is one of a training, which `answering` brings to answer and back.
 
     Attributes:
-        has_cache: the model keeps keys and values; else each token reads its whole row anew.
+        has_cache: the model keeps keys and values; else each token reads its whole row again.
         reads_in_pieces: a prompt of text may be read in several passes.
         unfinished: row -> the group of its own in which it is read so.
     """
@@ -164,7 +164,7 @@ class StageDecoder:
         matchers: Matchers | None = None,
         trains_on: bool = False,
     ) -> None:
-        # what a model keeps of a pass may be saved for a gradient later, but not in inference mode
+        # training needs tensors that can be saved for a gradient, unlike those of inference mode
         self._mode = torch.no_grad if trains_on else torch.inference_mode
         self._trains_on = trains_on
         if not trains_on:
@@ -208,14 +208,14 @@ class StageDecoder:
             if order.error is None and order.kind in self._passes:
                 try:
                     found = self._passes[order.kind](order, tensors)
-                except Exception as error:  # out of memory, or a fault of the model: others go on
+                except Exception as error:  # out of memory or a fault of the model: others continue
                     traceback.print_exc(file=sys.stderr)
                     order.error = f"stage {self.stage.stage}: {type(error).__name__}: {error}"
         order.seconds.append(time.perf_counter() - began)
         return {} if order.error else found
 
     def bytes_of_a_token(self) -> int:
-        """What one token takes in the cache of this stage; at least 1."""
+        """Return the bytes of one token in the cache of this stage; at least 1."""
         if not self.has_cache:
             return 1
         stage, zeros = self.stage, functools.partial(torch.zeros_like, device=self.device)
@@ -276,7 +276,7 @@ class StageDecoder:
             self.groups[number] = new
 
     def _prefill(self, order: PassOrder, tensors: Tensors) -> Tensors:
-        """The prompts of new rows, or a piece of one; at their ends they are in the group."""
+        """Read the prompts of new rows, or a piece of one; complete rows join the group."""
         first, end = order.span
         new = self.unfinished.pop(order.rows[0], None) if first else None
         if first and new is None:  # its pass failed
@@ -296,7 +296,7 @@ class StageDecoder:
         positions = self.stage.decode_positions(batch)[..., -width:]
         kept = self.stage.kept_inputs(batch)
         batch["position_ids"] = positions
-        if not window.is_ragged:  # as in `_decode`
+        if not window.is_ragged:  # see `_decode`
             batch["attention_mask"] = None
         if order.is_part and self._keeps_logits:
             batch["logits_to_keep"] = torch.empty(0, dtype=torch.long, device=self.device)
@@ -328,7 +328,7 @@ class StageDecoder:
         return _onwards(output, _others(tensors))
 
     def _welcome(self, order: PassOrder, place: int, ids_T: torch.Tensor, prompt_T: slice) -> None:
-        """A new row on the last stage."""
+        """Add a new row on the last stage."""
         sampling = order.settings[place]
         prompt = ids_T[prompt_T] if sampling.repetition_penalty != 1 else None
         row = self.sampled[order.rows[place]] = SampledRow(sampling, prompt, [])
@@ -341,7 +341,7 @@ class StageDecoder:
                 row.failure = error
 
     def _whole(self, order: PassOrder, tensors: Tensors) -> Tensors:
-        """One more token of rows that are read from their beginning, padded on the right.
+        """Choose one more token of rows that are read in full, padded on the right.
 
         So it serves models that know neither masks nor positions, as long as they look back only.
         """
@@ -438,13 +438,13 @@ class StageDecoder:
 
 
 def can_keep_logits(stage: torch.nn.Module) -> bool:
-    """Whether the model makes logits of the last places alone where it is told to."""
+    """Whether the model can be told to compute logits of only the last places."""
     whole = getattr(stage, "whole", None)
     return whole is not None and "logits_to_keep" in inspect.signature(whole.forward).parameters
 
 
 def _others(tensors: Tensors) -> Tensors:
-    """What every stage reads of the prompts: neither hidden states nor what the model sent."""
+    """Return the inputs that every stage reads, without hidden states and the model's extras."""
     return {
         name: value
         for name, value in tensors.items()
@@ -453,7 +453,7 @@ def _others(tensors: Tensors) -> Tensors:
 
 
 def _onwards(output: Any, others: Tensors) -> Tensors:
-    """What travels to the next stage: pixels stay where they were looked at."""
+    """Return the tensors for the next stage; pixels are not sent on."""
     hidden, *extras = output if isinstance(output, tuple) else (output,)
     small = {
         name: value
@@ -470,9 +470,9 @@ UNKNOWN_HOST = 4 * GIB  # a guess that no machine is too small for
 # Tokens of prompts in one pass. A GPU works through few tokens faster than the host hands out the
 # operations on them; a CPU gains nothing by more, and answers that run wait for the pass.
 PASS_TOKENS, MOST_PASS_TOKENS = 2048, 2**14
-SHARE_OF_A_PASS = 0.1  # of a GPU's free memory; the cache leaves twice as much
-NUM_HELD = 8  # activations of the widest matrix that a layer holds at a time
-SPARE = 1.25  # buffers are made larger than they need to be, by up to so much
+SHARE_OF_A_PASS = 0.1  # share of a GPU's free memory; the cache leaves twice as much
+NUM_HELD = 8  # number of activations of the widest matrix that a layer holds at a time
+SPARE = 1.25  # buffers are at most this much larger than needed
 
 
 def cache_budget(
