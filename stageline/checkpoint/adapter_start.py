@@ -1,4 +1,4 @@
-"""Begin a run with saved adapters: earlier ones are merged, the last one goes on.
+"""Begin a run with saved adapters: earlier ones are merged, training continues the last one.
 
 A merged base is no longer the folder that it was read from, so that a run saves it next to its
 adapters.
@@ -34,12 +34,12 @@ from stageline.stage import Stage
 
 @dataclass
 class AdapterStart:
-    """What a stage begins with beside the weights of its base.
+    """Adapters that a stage starts with, in addition to the weights of its base.
 
     Attributes:
         modules_to_save: names of modules that are trained whole.
         paths: adapter folders, innermost first.
-        creates: all are merged and a new adapter is made; else the last one goes on.
+        creates: all are merged and a new adapter is made; else the last one is trained further.
         taken_from: a checkpoint of this run, whose PiSSA start is that of this one.
         notes: lines to print, once the model is there.
     """
@@ -67,7 +67,7 @@ class AdapterStart:
 
     @property
     def resumed(self) -> str | None:
-        """The folder of the adapter that goes on."""
+        """The folder of the adapter that is trained further."""
         return None if self.creates or not self.paths else self.paths[-1]
 
     def lora_of(

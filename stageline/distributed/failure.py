@@ -1,4 +1,4 @@
-"""How a run ends. The rank that failed first reports; the others end quietly with its exit code.
+"""End a run. The rank that failed first reports; the others end quietly with its exit code.
 
 A rank that fails writes an error file for the agent that has started it, before its sockets close.
 When one rank dies, its neighbours lose their connections: they wait a moment, in which the agent
@@ -32,7 +32,7 @@ from stageline.errors import INTERRUPTED, HangError
 from stageline.progress import Progress
 
 SECONDS_FOR_THE_CAUSE = 2.0
-_ending = threading.Lock()  # of the thread that ends this process
+_ending = threading.Lock()  # held by the thread that ends this process
 
 
 def name_stages(stages: Sequence[int]) -> None:
@@ -57,10 +57,11 @@ def run_entry(main: Callable[[], int | None]) -> NoReturn:
         end_stopped(stop.words_before_the_first_step(), stop.stop_code() or INTERRUPTED)
     except Exception as error:
         trace = error.__traceback__
-        end_failed(error.with_traceback(trace and trace.tb_next))  # less the frame of this file
+        # the frame of this file is left out
+        end_failed(error.with_traceback(trace and trace.tb_next))
     code = code or stop.stop_code()
-    stop.begin_to_end()  # the watchdog is to ask nothing of an interpreter that ends
-    if code:  # it is no failure without a word
+    stop.begin_to_end()  # the watchdog must not use an interpreter that ends
+    if code:  # a failure is always recorded
         leave_error_file(record_here("", code, ""))
     close_log()
     sys.exit(code)

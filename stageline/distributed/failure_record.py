@@ -1,4 +1,4 @@
-"""What is told of one failure: the line, `failure.json`, and the error file for torch's agent."""
+"""Report of one failure: the line, `failure.json`, and the error file for torch's agent."""
 
 import contextlib
 import errno
@@ -65,7 +65,7 @@ def classify(error: BaseException) -> tuple[BaseException, str, int]:
 def is_lost_connection(error: BaseException) -> bool:
     """Whether an exception tells of a neighbour's death, not of a cause."""
     if any(isinstance(getattr(cause, "exit_code", None), int) for cause in chain(error)):
-        return False  # somebody found out what it means
+        return False  # its exit code is known, so the cause is too
     return any(
         isinstance(cause, ConnectionError)
         or type(cause).__name__ in ("DistBackendError", "DistNetworkError")
@@ -75,7 +75,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def bytes_asked(error: BaseException) -> int | None:
-    """What the text of an error of memory says that was asked for."""
+    """Return the bytes that failed to allocate, by the text of the error; None: it has none."""
     found = _ASKED.search(str(error))
     if found is None:
         return None
@@ -237,13 +237,13 @@ FOLDER = "failures"
 
 
 class _Run:
-    """What is known of this run.
+    """State of this run, for its reports.
 
     Attributes:
         began: when this process entered its entry file.
-        log: where signals write to.
+        log: signals write to it.
         armed_by: the process whose timer writes stacks.
-        describe_memory: says, where memory is full, what fills it and what to do.
+        describe_memory: reports the contents of a full memory, and the cure.
     """
 
     began: float = 0.0
@@ -347,10 +347,10 @@ def write_first(record: FailureRecord) -> None:
             _write(_Run.folder / FILE, asdict(record))
 
 
-LAUNCHER = "STAGELINE_LAUNCHER"  # the process id of ours, for its workers
+LAUNCHER = "STAGELINE_LAUNCHER"  # the process id of the launcher, for its workers
 
 # Files of torch's agent, below its own folder of logs: ATTEMPT/RANK/error.json in the form that its
-# `ErrorHandler` writes, with the record in it; beside it the stages of the rank.
+# `ErrorHandler` writes, with the record in it; the stages of the rank are next to it.
 
 
 def _error_file() -> Path | None:
@@ -382,7 +382,7 @@ def is_first_to_report() -> bool:
     if LAUNCHER in os.environ or path is None:
         return path is None
     try:
-        # other files of this attempt lie in the folders of the ranks
+        # other files of this attempt are in the folders of the ranks
         path.parents[1].joinpath("reported").touch(exist_ok=False)
     except OSError:
         return False

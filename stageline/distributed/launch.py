@@ -92,7 +92,7 @@ def _launch(num_processes: int, *, argv: list[str], patience: float) -> NoReturn
             close(self, death_sig, int(patience + SECONDS_TO_SAVE) if patience else 10**6)
 
     PContext.close = close_in_time  # type: ignore[method-assign]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: processes share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too: processes share the cores
     os.environ[LAUNCHER] = str(os.getpid())
     release_signals()
     passed_on = [signum for signum in CODES if signal.getsignal(signum) != signal.SIG_IGN]
@@ -123,7 +123,7 @@ def _launch(num_processes: int, *, argv: list[str], patience: float) -> NoReturn
         first = first_failure(Path(folder), codes, num_ranks=num_processes)
     if first is not None:
         tell(first)
-    # workers that handle no signal yet die of it, without a word
+    # workers that handle no signal yet die of it, without a report
     sys.exit(first.code if first is not None else asked)
 
 

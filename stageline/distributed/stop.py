@@ -1,7 +1,7 @@
 """Signals that ask for a stop: SIGINT (Ctrl-C), SIGTERM, and SIGUSR1, the early one of Slurm.
 
-The first asks the run to save after the step that goes on; a second one, which is not the early
-one, ends it at once. SIGHUP of a closed terminal is as SIGTERM.
+The first asks the run to save after the current step; a second one, which is not the early one,
+ends it at once. SIGHUP of a closed terminal counts as SIGTERM.
 Python runs handlers between bytecodes, and none runs while the main thread waits inside gloo. So
 the system's part of a handler writes a byte into a socket, and a thread of its own reads it.
 """
@@ -52,13 +52,13 @@ Leave = Callable[[str, int], object]
 
 @dataclass
 class _Stop:
-    """What was asked for.
+    """State of the request to stop.
 
     Attributes:
-        is_read: somebody looks at the flag after each step.
-        signum, asked_at: the first signal, of this rank or another, and when it was heard of.
-        times: of the early signal (True) and all others (False): when the first came, its name.
-        is_raised: the main thread was interrupted, or is not to be.
+        is_read: the run reads the flag after each step.
+        signum, asked_at: the first signal, of this rank or another, and the time of its receipt.
+        times: for the early signal (True) and all others (False): time and name of the first.
+        is_raised: the main thread was interrupted, or must not be.
         code: the exit code that all ranks have agreed on.
     """
 
@@ -72,12 +72,12 @@ class _Stop:
 
 @dataclass(frozen=True)
 class StopWords:
-    """What a person is told who asks for a stop; by default of a training run.
+    """Messages about a stop; by default those of a training run.
 
     Attributes:
-        first, again: what the first signal does, and a second one of its kind.
-        early: of a stop before there was anything to save.
-        at_once: after a second signal.
+        first, again: effect of the first signal, and of a second one of its kind.
+        early: message of a stop before there was anything to save.
+        at_once: message after a second signal.
     """
 
     first: str = "Stopping after this step"
@@ -213,7 +213,7 @@ def _heed(signum: signal.Signals, leave: Leave) -> None:
 
 
 def words_before_the_first_step() -> str:
-    """What a run says that was stopped while it started."""
+    """Return the message of a run that was stopped while it started."""
     how = "Interrupted"
     if _stop.signum not in (None, signal.SIGINT):
         how = f"Stopped by {name_of(_stop.signum)}"

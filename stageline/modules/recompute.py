@@ -1,9 +1,10 @@
-"""Activation checkpointing: a call keeps its inputs alone, and its activations are made anew.
+"""Activation checkpointing: a call keeps only its inputs, and its activations are recomputed.
 
-As torch.utils.checkpoint without reentrance, with one difference: what was made anew is kept until
-the graph lets go of it, not until it was read once. A zero-bubble schedule walks one graph twice,
-for the gradient of the inputs and later for that of the weights; torch's own function would run the
-layer once more for each weight, and refuses the second walk where some outputs were saved.
+It works as torch.utils.checkpoint without reentrance, with one difference: a recomputed activation
+is kept until the graph releases it, not until it was read once. A zero-bubble schedule walks one
+graph twice, for the gradient of the inputs and later for that of the weights; torch's own function
+would run the layer once more for each weight, and refuses the second walk where some outputs were
+saved.
 """
 
 import functools
@@ -194,9 +195,9 @@ _SAVED = {
 def keep_products(
     context: object, operator: torch._ops.OpOverload, *args: object, **kwargs: object
 ) -> CheckpointPolicy:
-    """Keeps the outputs of matrix products and fused attention; all else is made anew.
+    """Keep the outputs of matrix products and fused attention; all else is recomputed.
 
-    Attention with dropout is made anew too: skipping it would shift the random numbers of what
+    Attention with dropout is recomputed too: skipping it would shift the random numbers of what
     comes after it.
     """
     dropout: Any = 0.0
@@ -264,15 +265,16 @@ def compile_layers(layers: Iterable[tuple[int, nn.Module]], *, backend: str = "i
 
 
 # Saved activations wait for their backward pass in host memory, and come back in time for it.
-# Copies run on streams of their own beside the computation, out of pinned memory. Parameters stay
-# where they are: the graph only borrows them. A device without memory of its own moves nothing.
+# Copies run on streams of their own, in parallel with the computation, out of pinned memory.
+# Parameters stay where they are: the graph only borrows them. A device without memory of its own
+# moves nothing.
 
 MIN_BYTES = 1 << 20  # below it a copy costs more in launches than it saves in memory
 _streams: dict[tuple[torch.device, str], torch.Stream] = {}
 
 
 def is_worth_moving(tensor: torch.Tensor) -> bool:
-    """Whether a saved tensor lies on an accelerator and is large."""
+    """Whether a saved tensor is large and on an accelerator."""
     return is_accelerator(tensor.device) and tensor.numel() * tensor.element_size() >= MIN_BYTES
 
 
@@ -306,7 +308,7 @@ def offloaded(
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Where they lie; a share of a weight has no place of its own, and no graph borrows it."""
+    """Return the addresses of tensors, without DTensors: no graph borrows these."""
     whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
     return {tensor.untyped_storage().data_ptr() for tensor in whole}
 
@@ -314,7 +316,7 @@ def _places(tensors: Iterable[torch.Tensor]) -> set[int]:
 def offload_activations(
     model: nn.Module, *, moves: Callable[[torch.Tensor], bool] = is_worth_moving
 ) -> None:
-    """From now on `model.forward` runs inside `offloaded`. In place."""
+    """Wrap `model.forward` to run inside `offloaded`, in place."""
     forward = model.forward
 
     def offloading_forward(*args: object, **kwargs: object) -> object:

@@ -1,4 +1,4 @@
-"""Router logits of a mixture of experts, taken from each layer as the library takes them.
+"""Router logits of a mixture of experts, taken from each layer as transformers takes them.
 
 transformers records them while its whole model runs; a block runs alone, so it has hooks of its
 own on the modules that the model's class names.

@@ -1,6 +1,6 @@
-"""How many bytes of tensors live, on any device: what passes keep, and what they need beside it.
+"""Measure the bytes of live tensors on any device: saved by passes, and needed for a while.
 
-On an accelerator torch's own allocator tells. On a CPU every operation is watched, which takes
+On an accelerator torch's allocator counts them. On a CPU every operation is watched, which takes
 time: bytes and seconds are measured in passes of their own.
 """
 
@@ -93,7 +93,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class SavedBytes:
-    """What autograd saves for the backward pass, each storage once.
+    """Bytes that autograd saves for the backward pass, each storage once.
 
     Args:
         owned: tensors that are there anyway: parameters and buffers.

@@ -270,7 +270,7 @@ class StagelineStage(PipelineStage):
         """Run a forward pass.
 
         Returns:
-            What goes on, cut off from the graph; on the last stage the loss.
+            The tensors for the next stage, detached; on the last stage the loss.
 
         Raises:
             ContractError: the model does not keep its contract.

@@ -179,8 +179,8 @@ def add_page(app: FastAPI) -> None:
         return FileResponse(FOLDER / "index.html", headers=HEADERS)
 
 
-# Runs a server: HTTP in a thread, the engine in this one, until somebody asks for a stop.
-# A stop ends in order: nothing more is taken, what is under way may finish for a while, the rest is
+# Run a server: HTTP in a thread, the engine in this one, until a stop is asked for.
+# A stop has an order: new requests are refused, running ones may finish for a while, the rest is
 # cancelled, then the engine stops.
 
 SECONDS_TO_LOOK = 0.1

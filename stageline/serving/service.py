@@ -1,4 +1,4 @@
-"""What all routes share: the model's name, threads for prompts, from a request to its events."""
+"""Service behind all routes: the model's name, threads for prompts, events of a request."""
 
 import asyncio
 import contextlib
@@ -96,7 +96,7 @@ class ResponseStream(Response):
             error = caught
         if not self._is_started:
             raise error
-        with contextlib.suppress(TimeoutError):  # nobody reads
+        with contextlib.suppress(TimeoutError):  # the client may not read
             async with asyncio.timeout(SECONDS_TO_SAY_GOODBYE):
                 if self._is_stream:
                     await self.event(error.body)

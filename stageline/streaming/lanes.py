@@ -1,7 +1,7 @@
-"""A device that stages run on: its queues, and the buffers that weights and gradients lie in.
+"""A device that stages run on: its queues, and its buffers of weights and gradients.
 
-The controller gives work to queues in one order and never waits for it; what must not overtake
-is said by marks. On a CPU a queue works at once, on an accelerator it is a stream. Work is a
+The controller gives work to queues in one order and never waits for it; marks set the order between
+queues. On a CPU a queue works at once, on an accelerator it is a stream. Work is a
 function without a result: a queue may run it later.
 """
 
@@ -43,7 +43,7 @@ class Queue:
         return DONE
 
     def after(self, mark: Mark) -> None:
-        """What comes now waits for a mark of any queue."""
+        """Make later work of this queue wait for a mark of any queue."""
         mark.wait()
 
     def uses(self, tensor: torch.Tensor) -> None:
@@ -79,7 +79,7 @@ class StreamQueue(Queue):
 
 
 def mark_of_caller(tensors: Iterable[torch.Tensor]) -> Mark:
-    """Where tensors that the caller made are ready: streams of lanes don't wait for his."""
+    """Return the mark where tensors of the caller are ready: lanes do not wait for its streams."""
     devices = set(filter(is_accelerator, (each.device for each in tensors)))
     modules = [(torch.get_device_module(device), device) for device in devices]
     marks = [StreamQueue(module.current_stream(device)).record() for module, device in modules]
@@ -127,7 +127,7 @@ class BufferPool:
         self._allocate = allocate or plain
 
     def take(self, num_bytes: int) -> Buffer:
-        """A buffer of at least so many bytes; others may use it up to its mark.
+        """Take a buffer of at least `num_bytes`; others may use it up to its mark.
 
         Raises:
             DeviceBudgetError: the budget has no room for it.

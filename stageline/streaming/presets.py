@@ -94,7 +94,7 @@ class Piece(Spliced, nn.Module):
         return made, (*routers, *found), has_pictures, Fixed((left,))
 
     def _inputs(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What the forward of each piece takes; a device is asked about its values here alone."""
+        """Return the arguments of the forward of each piece; only this waits for a device."""
         names = list(inspect.signature(type(self.original).forward).parameters)[1:]
         given = dict(zip(names, args, strict=False)) | kwargs
         inputs = {name: value for name, value in given.items() if value is not None}
@@ -127,7 +127,7 @@ def sequential_of(model: nn.Module) -> nn.Sequential:
         NoPresetError: the model is not one of transformers, or cannot be split exactly.
     """
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "base_model_prefix"):
-        raise NoPresetError(f"{type(model).__name__} is no model of transformers")
+        raise NoPresetError(f"{type(model).__name__} is not a model of transformers")
     config: Any = model.config
     takes = inspect.signature(type(model).forward).parameters
     if config.is_encoder_decoder or "input_features" in takes:

@@ -250,7 +250,7 @@ class BestCheckpoint:
     def _read(self, *, is_continued: bool) -> tuple[float, int, str] | None:
         if self.link.exists() and not self.link.is_symlink():
             raise UserError(
-                f"{self.link} is no link, as `save_best` makes. Rename that folder or choose "
+                f"{self.link} is not a link, as `save_best` makes. Rename that folder or choose "
                 "another `output_dir`."
             )
         if not is_continued or not self.link.exists():
