@@ -509,7 +509,7 @@ def refuse_two_ways(folder: Path, adapters: Sequence[str | Path]) -> None:
 
 
 def processor_folder(adapter: Path, base: Path) -> Path:
-    """An adapter's own folder, which may know new tokens, if all is there that its base has."""
+    """Return the folder of an adapter if its processor is complete there, else that of its base."""
     names = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
     needed = {name for name in names if (base / name).is_file()} | {names[0]}
     return adapter if all((adapter / name).is_file() for name in needed) else base

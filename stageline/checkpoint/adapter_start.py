@@ -52,7 +52,7 @@ class AdapterStart:
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> "AdapterStart":
-        """Takes its own arguments out of those of a stage model."""
+        """Take the arguments of an AdapterStart out of those of a stage model."""
         return cls(
             tuple(options.pop("modules_to_save", None) or ()),
             tuple(map(str, options.pop("adapter_path", None) or ())),
@@ -152,7 +152,7 @@ class AdapterStart:
 
 @torch.no_grad()
 def merge_adapter(model: Stage, adapter: Adapter) -> None:
-    """Adds an adapter to the weights of a stage that are here, in place."""
+    """Add an adapter to the weights of a stage that are here, in place."""
     whole_names = {name.rpartition(".")[0] for name in model.parameter_order}
     refuse_unknown(adapter, set(adapter.pairs) - whole_names, type(model).__name__)
     fit_vocabulary(model, [adapter])

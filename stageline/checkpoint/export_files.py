@@ -79,8 +79,8 @@ def check_target(source: Path, target: Path, *, overwrites: bool) -> None:
     ]
     if held:
         raise UserError(
-            f"`overwrite` would remove `output_path` {target}, which contains {held[0]}. Choose "
-            "another folder."
+            f"`overwrite` would remove `output_path` {target}, which contains {held[0]}, a "
+            "source of the export. Choose another folder."
         )
     is_model = any((target / name).is_file() for name in MODEL_FILES)
     if target.is_symlink() or not is_model:

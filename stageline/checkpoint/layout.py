@@ -44,7 +44,7 @@ def refuse_existing(folder: Path) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Makes a file's content, or a folder's entries, survive a power cut."""
+    """Sync a file's content, or a folder's entries, to disk, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -89,7 +89,7 @@ def publish(
 
 
 def content_sum(manifest: Mapping[str, Any]) -> str:
-    """The sha256 of what a manifest says, in whatever way it is written; without its own."""
+    """Return the sha256 of the content of a manifest, without its own checksum."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     # once through JSON: tuples and numbers as keys are read back as lists and texts
     content = json.loads(json.dumps(content))
@@ -186,7 +186,7 @@ def _damaged(path: Path, found: str, expected: str) -> CheckpointError:
 
 
 def discard(draft: Path) -> None:
-    """Removes what was written of a checkpoint that cannot be finished."""
+    """Remove the files of a checkpoint that cannot be finished."""
     shutil.rmtree(draft, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Fills one stage from a checkpoint, reading the stage's own tensors only.
+"""Fill one stage from a checkpoint, reading the stage's own tensors only.
 
 Names on disk differ from names in memory for many models of transformers 5. The `from_pretrained`
 of transformers handles all of that, so it does the reading: into a model that drops, while it is
@@ -233,7 +233,7 @@ def _read_by_library(
     dtype: torch.dtype,
     checkpoint: Path,
 ) -> dict[str, str]:
-    """Fills the stage by `from_pretrained`; returns name in the whole model -> name on disk."""
+    """Fill the stage by `from_pretrained`; return name in the whole model -> name on disk."""
     assert model.whole is not None  # the caller looked
     if earlier := {there for there in key_map.values() if is_lora_name(there)}:
         raise UserError(
@@ -344,7 +344,7 @@ def _refuse(
 def _take(
     model: Stage, loaded: PreTrainedModel, key_map: dict[str, str], *, checkpoint: Path
 ) -> None:
-    """Moves the tensors of the loaded model into the stage, without a copy; ties stay."""
+    """Move the tensors of the loaded model into the stage, without a copy; ties stay."""
     values = loaded.state_dict(keep_vars=True)
     missing = {there for there in key_map.values() if there not in values}
     _refuse(model, checkpoint, missing)

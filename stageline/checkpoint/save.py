@@ -425,7 +425,7 @@ class WeightSaver:
     def _claimed(
         self, names_of: Callable[[nn.Module], list[str]], draft: Path | None
     ) -> list[set[str]]:
-        """For each stage here, the names that an earlier stage saves."""
+        """Return, for each stage here, the names that an earlier stage saves."""
         stages, ranks = self.stages, self.ranks
         told = ranks.together(lambda: [(stage.stage, names_of(stage)) for stage in stages], draft)
         everything = [(index, name) for pairs in told for index, names in pairs for name in names]
@@ -473,7 +473,7 @@ class WeightSaver:
 
     def _write_adapter(self, share: WeightShare, draft: Path, base: str) -> None:
         def write() -> list[AdapterShare]:
-            """Writes shares; returns them with files in the place of tensors."""
+            """Write shares; return them with files in the place of tensors."""
             parts = []
             for one in share.adapters:
                 levels = {}

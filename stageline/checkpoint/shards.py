@@ -56,7 +56,7 @@ class HostCopies:
         return place.copy_(tensor.detach(), non_blocking=is_queued)
 
     def wait(self) -> None:
-        """Returns when all copies are there; what they were made of may change from then on."""
+        """Wait for all copies; their sources may change from then on."""
         for device in self._coming:
             torch.get_device_module(device).current_stream(device).synchronize()
         self._coming.clear()
@@ -176,7 +176,7 @@ def copy_state(
 
 
 def split_state(state: dict[str, torch.Tensor], max_bytes: int) -> list[Shard]:
-    """Cuts a state into shards of at most `max_bytes`; a greater tensor is alone in its shard."""
+    """Cut a state into shards of at most `max_bytes`; a greater tensor is alone in its shard."""
     shards: list[Shard] = []
     size = 0
     for name in sorted(state):

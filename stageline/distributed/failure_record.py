@@ -84,7 +84,7 @@ def bytes_asked(error: BaseException) -> int | None:
 
 
 MAX_TRACEBACK = 20_000  # characters, their end
-stages_here: list[int] = []  # of the model, that this rank runs
+stages_here: list[int] = []  # this rank runs these stages of the model
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class FailureRecord:
         return "".join(f" {name}={value}" for name, value in parts.items() if value is not None)
 
     def report(self) -> str:
-        """All lines; the headline is the first, and the last of several."""
+        """Return all lines; the headline comes first, and again at the end of several lines."""
         lines = [self.headline, *self.message.splitlines()[1:]]
         if self.traceback and not self.log and self.kind and self.code == CRASH:
             lines += self.traceback.rstrip().splitlines()
@@ -150,7 +150,7 @@ class FailureRecord:
 
 
 def read_record(told: Mapping[str, Any]) -> FailureRecord:
-    """A record from JSON; what it does not know is left out."""
+    """Return a record from JSON; unknown fields are left out."""
     known = {field.name for field in fields(FailureRecord)}
     given = {name: value for name, value in told.items() if name in known}
     return FailureRecord(**{**given, "stages": tuple(given.get("stages", ()))})
@@ -162,7 +162,7 @@ def first_of(records: Sequence[FailureRecord]) -> FailureRecord:
 
 
 def on_full_memory(describe: Callable[[], str]) -> None:
-    """Registers what says, where memory is full, what fills it and what to do; the last wins."""
+    """Register a function that reports the contents of a full memory and the cure; last wins."""
     _Run.describe_memory = describe
 
 
@@ -254,12 +254,12 @@ class _Run:
 
 
 def begin() -> None:
-    """Notes that an entry file begins."""
+    """Note that an entry file begins."""
     _Run.began = time.time()
 
 
 def tell_run_folder(path: str | Path) -> None:
-    """Tells where files may go; what an earlier start left there is taken away by one process."""
+    """Set the folder of reports; one process removes the files of an earlier start there."""
     _Run.folder = Path(path)
     rank = os.environ.get("RANK")
     if rank in (None, "0"):
@@ -273,7 +273,7 @@ def tell_run_folder(path: str | Path) -> None:
 
 
 def open_log() -> None:
-    """Opens the log of this rank, so that a signal like SIGSEGV leaves the lines of its threads."""
+    """Open the log of this rank, so that a signal like SIGSEGV leaves the lines of its threads."""
     if _Run.folder is None:
         return
     with contextlib.suppress(OSError):
@@ -284,7 +284,7 @@ def open_log() -> None:
 
 
 def close_log() -> None:
-    """Ends `open_log`; an empty log goes, and the folder if it is the last one."""
+    """End `open_log`; an empty log is removed, and the folder after the last one."""
     log, _Run.log = _Run.log, None
     if log is None:
         return
@@ -300,7 +300,7 @@ def close_log() -> None:
 
 
 def write_stacks_after(seconds: float) -> None:
-    """Writes the stacks of all threads into the log, unless called again before."""
+    """Write the stacks of all threads into the log, unless called again before."""
     if _Run.log is not None and seconds > 0:
         with contextlib.suppress(OSError, ValueError):  # it was just closed
             faulthandler.dump_traceback_later(seconds, file=_Run.log)
@@ -326,7 +326,7 @@ def _log_of(rank: int) -> Path:
 
 
 def keep_traceback(record: FailureRecord) -> FailureRecord:
-    """Writes the traceback into the rank's log; the record with its log, if that stands."""
+    """Write the traceback into the rank's log; the record with its log, if that stands."""
     if _Run.folder is None or not record.traceback or record.kind == UserError.kind:
         return record  # a wrong option is not of this folder's run
     try:
@@ -340,7 +340,7 @@ def keep_traceback(record: FailureRecord) -> FailureRecord:
 
 
 def write_first(record: FailureRecord) -> None:
-    """Writes failure.json: the failure that ended the run."""
+    """Write failure.json: the failure that ended the run."""
     if _Run.folder is not None and record.kind not in ("", UserError.kind):
         with contextlib.suppress(OSError):
             _Run.folder.mkdir(parents=True, exist_ok=True)
@@ -359,7 +359,7 @@ def _error_file() -> Path | None:
 
 
 def leave_error_file(record: FailureRecord) -> None:
-    """Tells the agent why this rank ends."""
+    """Report to the agent why this rank ends."""
     path = _error_file()
     if path is not None:
         extra = {"py_callstack": record.report(), "timestamp": str(record.time_ns // 10**9)}
@@ -369,7 +369,7 @@ def leave_error_file(record: FailureRecord) -> None:
 
 
 def leave_stages() -> None:
-    """Tells the launcher which stages this rank runs."""
+    """Report to the launcher which stages this rank runs."""
     path = _error_file()
     if path is not None:
         with contextlib.suppress(OSError):

@@ -136,7 +136,7 @@ def distributed_context(
     timeout: float = 600.0,
     pairs: Sequence[tuple[int, int]] = (),
 ) -> Iterator[DistributedContext]:
-    """Joins the processes of the run, and leaves them when the block ends without an exception.
+    """Join the processes of the run, and leave them when the block ends without an exception.
 
     Args:
         num_ranks: processes of one pipeline; the number of processes is a multiple of it.
@@ -270,7 +270,7 @@ def wait_for_weights(folder: str | Path | None) -> None:
 
 
 def warm_up(context: DistributedContext) -> None:
-    """Opens the connections of this pipeline in a fixed order.
+    """Open the connections of this pipeline in a fixed order.
 
     They are otherwise made at the first exchange of each pair, inside a schedule, where two pairs
     that open at the same time have deadlocked.
@@ -370,7 +370,7 @@ class LargestOfReplicas:
 
 @contextmanager
 def _naming_the_port() -> Iterator[None]:
-    """Says in our words that another program listens where the ranks were to meet."""
+    """Raise a UserError where another program listens on the port of the ranks."""
     try:
         yield
     except (RuntimeError, OSError) as error:  # torch's own error is a RuntimeError

@@ -36,7 +36,7 @@ class WatchdogRules:
 
 
 def start_watchdog(rules: WatchdogRules) -> None:
-    """Starts the watchdog of this process; ends the process if its launcher has ended already."""
+    """Start the watchdog of this process; end the process if its launcher has ended already."""
     launcher = None
     if LAUNCHER in os.environ:
         launcher = int(os.environ[LAUNCHER])

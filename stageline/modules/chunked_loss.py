@@ -203,7 +203,7 @@ class _BaseStub(nn.Module):
         return _BaseOutput(inputs_embeds)
 
     def refusal(self, reason: str) -> UserError:
-        """Says why this model's head cannot run alone."""
+        """Return the error of a model whose head cannot run alone."""
         return UserError(
             f"{self.headed_name} {reason}, so its head can't run alone. Drop `logits_chunk`."
         )
@@ -315,7 +315,7 @@ class _Work:
 
 
 def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> None:
-    """Adds in place; in float32 at least, so that many chunks lose no small contributions."""
+    """Add in place; in float32 at least, so that many chunks lose no small contributions."""
     for index, grad in enumerate(found):
         if grad is None:
             continue

@@ -346,7 +346,7 @@ def innermost(module: nn.Module) -> Linear:
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Adds every adapter to its weight and takes it away; returns the model.
+    """Add every adapter to its weight and remove it; return the model.
 
     The sum is made in at least float32 and rounded once to the weight's dtype.
 

@@ -150,7 +150,7 @@ class RopeScaling:
 
 
 def scale_rope(config: PretrainedConfig, scaling: RopeScaling) -> str:
-    """Writes the scaling into a configuration, in place, if the length asks for it.
+    """Write the scaling into a configuration, in place, if the length asks for it.
 
     The factor is the length over the longest one of the model, rounded up.
 
@@ -275,7 +275,7 @@ class Methods:
         return self != Methods()
 
     def prepare(self, config: PretrainedConfig) -> dict[str, Any]:
-        """Changes a configuration before a stage is built of it; returns what `finish` takes."""
+        """Change a configuration before a stage is built of it; return the facts for `finish`."""
         facts: dict[str, Any] = {"notes": ()}
         if self.rope_scaling is not None:
             text = config.get_text_config(decoder=True)
@@ -285,7 +285,7 @@ class Methods:
         return facts
 
     def quantise(self, model: Any, *, device: torch.device | str) -> None:
-        """Quantises the layers of a filled stage, and brings the rest of it to the device."""
+        """Quantise the layers of a filled stage, and bring the rest of it to the device."""
         if self.quantization is None:
             return
         layers = [layer for _, layer in model.layer_list() if not isinstance(layer, PassThrough)]
@@ -311,7 +311,7 @@ class Methods:
                         module.__dict__[name] = value.to(device)
 
     def finish(self, model: Any, facts: dict[str, Any]) -> None:
-        """Changes what a filled stage computes in, and tells it what `prepare` found."""
+        """Change the dtypes that a filled stage computes in, and give it the facts of `prepare`."""
         model.changes_config = facts.get("changes_config", False)
         model.notes += facts["notes"] if model.stage == 0 else ()
         if self.norms_fp32:

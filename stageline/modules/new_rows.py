@@ -83,12 +83,12 @@ def vocabulary_modules(model: nn.Module, paths: Iterable[str]) -> dict[str, Matr
 
 
 def vocab_size_of(config: PretrainedConfig) -> int | None:
-    """Rows of the embedding as a configuration says it; None: it does not."""
+    """Return the rows of the embedding by a configuration; None: it has no such field."""
     return getattr(config.get_text_config(decoder=True), "vocab_size", None)
 
 
 def set_vocab_size(config: PretrainedConfig, num_rows: int) -> None:
-    """Writes the number of rows wherever a configuration says it."""
+    """Write the number of rows to each field of a configuration that holds it."""
     before = vocab_size_of(config)
     for one in (config.get_text_config(decoder=True), config):
         if getattr(one, "vocab_size", None) == before:
@@ -97,7 +97,7 @@ def set_vocab_size(config: PretrainedConfig, num_rows: int) -> None:
 
 @torch.no_grad()
 def enlarge(model: nn.Module, paths: Iterable[str], num_rows: int) -> None:
-    """Adds rows of zeros to embedding and head up to `num_rows`; what is tied stays tied.
+    """Add rows of zeros to embedding and head up to `num_rows`; what is tied stays tied.
 
     Configurations are told, and what a model keeps as `vocab_size`.
     """
@@ -194,7 +194,7 @@ class TokenRows(nn.Module):
 
 
 def _train_alone(model: Stage, paths: Iterable[str], ids: tuple[int, ...]) -> None:
-    """Freezes the matrices and gives them rows that train; tied ones have the same rows."""
+    """Freeze the matrices and give them rows that train; tied ones have the same rows."""
     order = model.parameter_order
     for path in paths:
         if f"{path}.weight" in order:  # on every stage, so that all know the same order
@@ -216,7 +216,7 @@ def _train_alone(model: Stage, paths: Iterable[str], ids: tuple[int, ...]) -> No
 def _embed_new(
     module: nn.Embedding, args: tuple, kwargs: dict[str, torch.Tensor], hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Puts the rows into the place of what was looked up for new tokens."""
+    """Put the rows in place of the values that were looked up for new tokens."""
     rows = cast(TokenRows, module.get_submodule(ROWS))
     place = rows.place[args[0] if args else kwargs["input"]]
     # the class's own forward runs over only these rows, as it may scale what it looks up
@@ -230,7 +230,7 @@ def _embed_new(
 def _score_new(
     module: nn.Linear, args: tuple, kwargs: dict[str, torch.Tensor], logits: torch.Tensor
 ) -> torch.Tensor:
-    """Puts the logits of new tokens into their places."""
+    """Put the logits of new tokens into their places."""
     rows = cast(TokenRows, module.get_submodule(ROWS))
     bias = None if module.bias is None else module.bias[rows.ids]
     own = F.linear(args[0] if args else kwargs["input"], rows.weight, bias)
@@ -248,7 +248,7 @@ def token_rows(model: nn.Module) -> Iterator[tuple[Matrix, TokenRows]]:
 
 @torch.no_grad()
 def fold_rows(model: nn.Module) -> None:
-    """Writes the rows into their matrices, where nothing else changes."""
+    """Write the rows into their matrices, where nothing else changes."""
     for module, rows in token_rows(model):
         weight = module.weight
         ids = rows.ids.to(weight.device)
@@ -269,7 +269,7 @@ ALPHA = "neftune_alpha"
 
 
 def add_noise(model: nn.Module, paths: Iterable[str], alpha: float) -> None:
-    """Puts noise on the embeddings that are on this stage; behind what else changes them.
+    """Put noise on the embeddings of this stage, after all other changes to them.
 
     Args:
         paths: of embedding and head in the whole model.

@@ -149,7 +149,7 @@ def _module_at(model: nn.Module, path: str) -> nn.Module | None:
 def wrap_parts(
     model: nn.Module, parts: Mapping[str, list[str]], lora: Mapping[str, PartLoRA]
 ) -> None:
-    """Wraps the layers of each part, in place, as often as it says."""
+    """Wrap the layers of each part in place, `num` times."""
     for part, one in lora.items():
         for prefix, skip in _prefixes(part, parts):
             for _ in range(one.num):

@@ -35,7 +35,7 @@ class RandomState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Draws the same numbers again inside; afterwards the generators are as before."""
+        """Draw the same numbers again inside; afterwards the generators are as before."""
         with generators_kept([self.device]) as generators:
             for generator, state in zip(generators, self.states, strict=True):
                 generator.set_state(state)
@@ -158,7 +158,7 @@ _MISMATCH = (
 def recompute(
     function: Callable, *args: object, contexts: Contexts | None = None, **kwargs: object
 ) -> object:
-    """Calls `function(*args, **kwargs)` without keeping what its backward pass needs.
+    """Call `function(*args, **kwargs)` without keeping tensors for its backward pass.
 
     Dropout draws the same numbers again. Tensors among `args` may be offloaded while they wait;
     those among `kwargs` are held as they are.
@@ -218,7 +218,7 @@ CONTEXTS: dict[str, Contexts | None] = {
 def checkpoint_layers(
     layers: Iterable[tuple[int, nn.Module]], *, every: int = 1, mode: CheckpointMode = "full"
 ) -> None:
-    """Recomputes every n-th layer in the backward pass. In place; names of parameters stay.
+    """Recompute every n-th layer in the backward pass. In place; names of parameters stay.
 
     Args:
         layers: (index in the whole model, layer); a layer of another stage may be among them.
@@ -250,7 +250,7 @@ def tower_layers(model: nn.Module, *, but: Iterable[nn.Module]) -> list[tuple[in
 
 
 def compile_layers(layers: Iterable[tuple[int, nn.Module]], *, backend: str = "inductor") -> None:
-    """Compiles the forward of each layer. In place: no name of a parameter changes.
+    """Compile the forward of each layer. In place: no name of a parameter changes.
 
     Shapes are dynamic, since each micro-batch has a length of its own. A compiled layer is one
     node of the autograd graph: its gradients can't be split into those of inputs and of weights.
@@ -397,7 +397,7 @@ class _Moved:
         return tensor
 
     def fetch(self) -> None:
-        """Starts the way back, once."""
+        """Start the copy back, once."""
         if self.on_device is not None:
             return
         back = _stream(self.device, "in")

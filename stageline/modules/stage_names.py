@@ -127,7 +127,7 @@ def names_of_stage(model: Any) -> StageNames:
 
 
 def check_names(stages: Sequence[StageNames], whole: Names | None = None) -> None:
-    """Compares all stages of a model with each other and with the whole model.
+    """Compare all stages of a model with each other and with the whole model.
 
     Args:
         whole: the unsplit model's; None: what the stages themselves say, if they do.

@@ -1,7 +1,7 @@
-"""From the orders of a schedule to what each rank really does: with transfers, without dead work.
+"""Turn the orders of a schedule into actions of each rank: with transfers, without dead work.
 
-Pure integers. What a rank sends to another is received in that order. The two directions between
-two ranks are two channels, so a receive that waits holds no other transfer up.
+Pure integers. Tensors from one rank to another are received in the order of sending. The two
+directions between two ranks are two channels, so a receive that waits holds no other transfer up.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Records when the passes of a step start and end, on the clock of the device that runs them."""
+"""Record the start and end of the passes of a step, on the clock of the device that runs them."""
 
 import time
 from collections.abc import Iterator, Sequence

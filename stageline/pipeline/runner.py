@@ -1,4 +1,4 @@
-"""Runs one optimizer step's passes, or an evaluation, of a rank's stages. Knows no optimizer.
+"""Run the passes of an optimizer step or an evaluation on a rank's stages, without optimizer.
 
 Gradient accumulation is more micro-batches in one call.
 """

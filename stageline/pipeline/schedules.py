@@ -1,4 +1,4 @@
-"""The schedules by name: which rank holds which stage, and in what order each rank works.
+"""Schedules by name: the stages of each rank, and the order in which each rank works.
 
 The orders of the built-in schedules come from torch.distributed.pipelining; a CSV file gives any
 other. Loads no model, moves no tensor.

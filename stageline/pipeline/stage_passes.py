@@ -1,4 +1,4 @@
-"""One stage: its contract and its passes. Talks to no other rank."""
+"""One stage: its contract and its passes, without any communication."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""From the messages or texts of a request to what the engine takes. Runs in threads of its own.
+"""Turn the messages or texts of a request into prompts of the engine, in threads of their own.
 
 What users write stays plain text: their special tokens become none. Roles are a closed list, and
 the template is the model's.

@@ -1,6 +1,6 @@
-"""Between the event loop and the engine's thread: hands requests in, brings events back, counts.
+"""Pass requests from the event loop to the engine's thread, and events back, and count them.
 
-What a client leaves behind is cancelled; its place counts until the engine says that it is free.
+Requests of a client that is gone are cancelled; a place counts until the engine has freed it.
 """
 
 import asyncio

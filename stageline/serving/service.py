@@ -29,7 +29,7 @@ from stageline.serving.settings import ServerSettings
 _SEEDS = 2**63
 SECONDS_TO_SAY_GOODBYE = 5.0
 LEAST = -9999.0  # JSON has no infinity; OpenAI writes this
-# what byte-level tokenizers write for each byte
+# byte-level tokenizers write such a letter for each byte
 _BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

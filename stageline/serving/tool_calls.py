@@ -1,4 +1,4 @@
-"""Calls of tools: how a model writes them, grammars that make it do so, and reading them.
+"""Calls of tools: their formats, grammars that enforce them, and reading them.
 
 Models write calls as their chat templates showed them: `<tool_call>{...}</tool_call>` (Hermes,
 Qwen), `[TOOL_CALLS] [{...}]` (Mistral; the first word is a special token and not in the text), or

@@ -106,7 +106,7 @@ class StreamedModel(nn.Module):
         raise AttributeError(f"neither {type(self).__name__} nor its model has {name!r}")
 
     def train(self, mode: bool = True) -> Any:
-        """Sets the mode of the model."""
+        """Set the mode of the model."""
         self.__dict__["training"] = mode
         for model in self._forwards_to:
             model.train(mode)
@@ -150,7 +150,7 @@ class StreamedModel(nn.Module):
         raise NotImplementedError
 
     def _make_masters(self) -> None:
-        """Gives what is trained a copy for the optimizer, and a second page."""
+        """Give each trained parameter a copy for the optimizer, and a second page."""
         raise NotImplementedError
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
@@ -175,7 +175,7 @@ class StreamedModel(nn.Module):
     def step(
         self, step_fn: Callable[..., None], is_async: bool = True, *args: Any, **kwargs: Any
     ) -> None:
-        """Runs `step_fn(*args, **kwargs)` on the summed gradients in a thread of its own.
+        """Run `step_fn(*args, **kwargs)` on the summed gradients in a thread of its own.
 
         With V the weights that passes compute with and W those of the optimizer, V_0 = W_0:
         W_(t+1) = update(W_t, gradients at V_t). Synchronous: V_(t+1) = W_(t+1), and this waits.
@@ -204,7 +204,7 @@ class StreamedModel(nn.Module):
             self._flip()
 
     def synchronize(self) -> None:
-        """Waits for all steps; parameters get their newest values, `.grad` what is summed.
+        """Wait for all steps; parameters get their newest values, `.grad` the sums.
 
         The sums stay: the next `step` uses them. What is done to `.grad` now holds for them, so
         an optimizer of the model's own parameters, and its `zero_grad`, can be used instead.
@@ -274,7 +274,7 @@ class Detour(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _generators_kept(run: Pass) -> Iterator[None]:
-    """Leaves the caller's generators as they are, where layers get seeds of their own."""
+    """Leave the caller's generators as they are, where layers get seeds of their own."""
     if run.seed is None:
         yield
         return
@@ -299,7 +299,7 @@ def _input_gradients(part: PassPart) -> list[torch.Tensor | None]:
 
 
 def _brought(flow: Flow | None, device: torch.device | str | None = None) -> Any:
-    """The value where the caller wants it, once it is there; None: on the host."""
+    """Wait for a value and return it on the device of the caller; None: on the host."""
     assert flow is not None
     here = bring(flow, None)
     here.mark.wait()
@@ -422,7 +422,7 @@ class RoundPipe(StreamedModel):
         return (total, merge_outputs(outputs, settings.merge_output)) if return_outputs else total
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Makes this the model that attributes are written to, and looked up in first.
+        """Make this the model that attributes are written to, and looked up in first.
 
         Names of parameters are its own.
         """
@@ -517,7 +517,7 @@ class RoundPipe(StreamedModel):
         return Plan((*plan.forward, plan.backward[0]), ())
 
     def _settle(self, run: Pass) -> None:
-        """Lets the worker add up the gradients that are on their way; waits for buffers."""
+        """Let the worker add up the gradients that are on their way; wait for buffers."""
         for seat, mark in run.landed:
             if not seat.is_recomputed and any(hosted.buffers for hosted in seat.hosted_layers):
                 mark.wait()

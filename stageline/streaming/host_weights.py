@@ -54,7 +54,7 @@ class Home:
         self.back = page
 
     def collect(self, gradient: torch.Tensor, dtype: torch.dtype | None) -> None:
-        """Adds a gradient to the sum."""
+        """Add a gradient to the sum."""
         if self.total is not None:
             add_to(self.total, gradient)
         elif self.spare is not None:  # new memory would cost more than the sum itself
@@ -63,7 +63,7 @@ class Home:
             self.total = gradient.to(dtype or gradient.dtype, copy=True)
 
     def show(self) -> None:
-        """Puts the sum into the parameter's `.grad`; it stays the sum."""
+        """Put the sum into the parameter's `.grad`; it stays the sum."""
         if self.total is not None:
             with torch.inference_mode(False):
                 gradient = self.total.to(self.parameter.dtype, copy=True)
@@ -221,7 +221,7 @@ def _page_bytes(tensors: Sequence[torch.Tensor], *, is_pinned: bool | None = Non
 def check_host_memory(
     hosted_layers: Sequence[HostWeights], optim_dtype: torch.dtype | None
 ) -> None:
-    """Refuses to train what would drive the machine out of memory, before anything is taken.
+    """Refuse a model that would exceed the memory of the machine, before any is allocated.
 
     Raises:
         MemoryError: says what is needed and what there is.

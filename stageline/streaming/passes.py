@@ -223,7 +223,7 @@ class StagePass:
             self.lane.compute.after(self._arrived[max(arrived)])
 
     def open(self) -> None:
-        """Makes the stage ready to compute; what is missing comes now, layer by layer."""
+        """Make the stage ready to compute; missing layers are copied now, one by one."""
         if self._weights is None:
             self._begin_upload()
         self.upload(1.0)
@@ -232,7 +232,7 @@ class StagePass:
         self.shells = [shell_of(hosted.layer, self._on_device) for hosted in self.hosted_layers]
 
     def close(self) -> Mark:
-        """Sends gradients and buffers home, gives the memory back; they are there at the mark."""
+        """Send gradients and buffers to the host, where they are at the mark; free the memory."""
         computed = self.lane.compute.record()
         outward = self.lane.outward
         outward.after(computed)
@@ -260,7 +260,7 @@ class StagePass:
         return gone
 
     def abandon(self) -> None:
-        """Gives the memory back after an error; what was computed is lost."""
+        """Free the memory after an error; the results are lost."""
         held = [each for each in (self._weights, self._gradients) if each is not None]
         if held:
             mark = self.lane.all_done()  # copies on their way in must not reach the next user
@@ -269,7 +269,7 @@ class StagePass:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Keeps no view of the buffers: the pool must be able to free them."""
+        """Keep no view of the buffers: the pool must be able to free them."""
         self._weights = self._gradients = None
         self._on_device, self._waiting, self.shells = {}, [], []
 
@@ -326,7 +326,7 @@ class StagePass:
         self.lane.compute.run(self._gradients.data.zero_)
 
     def _make_gradients(self) -> None:
-        """Leaves that add their gradients up in one run of bytes; see `zero_gradients`."""
+        """Return leaves that add their gradients up in one run of bytes; see `zero_gradients`."""
         trained = [home for home in self._homes.values() if home.parameter.requires_grad]
         starts, num_bytes = offsets([home.parameter for home in trained])
         self._gradients = self.lane.pool.take(max(num_bytes, 1))
@@ -401,13 +401,13 @@ class Pass:
         self._first_graph = 0 if self.input_gradients else first
 
     def forward(self, stages: Sequence[range], segments: Sequence[range] = ()) -> None:
-        """Runs layers without a graph; keeps the input of each segment."""
+        """Run layers without a graph; keep the input of each segment."""
         self._go([(FORWARD, stage, ()) for stage in stages], keeps={s.start for s in segments})
         for part in self.parts:
             part.output = part.flow
 
     def forward_backward(self, plan: Plan) -> None:
-        """Runs a whole plan; gradients end on the host weights and in the parts."""
+        """Run a whole plan; gradients end on the host weights and in the parts."""
         turn, *later = plan.backward
         slots: list[Slot] = [(FORWARD, stage, ()) for stage in plan.forward]
         slots.append((TURN, turn, (turn,)))
@@ -415,7 +415,7 @@ class Pass:
         self._go(slots, keeps={s.start for _, _, segments in slots for s in segments})
 
     def backward(self, stages: Sequence[range]) -> None:
-        """Runs backward from `part.gradients`, which are those of the outputs."""
+        """Run backward from `part.gradients`, which are those of the outputs."""
         self._go(self._backward_slots(stages), keeps=set())
 
     def segments(self, stages: Sequence[range]) -> list[range]:
@@ -516,7 +516,7 @@ class Pass:
         leaving.mark = lane.compute.record()
 
     def _backward(self, seat: StagePass, stage: range, segment: range, place: int) -> None:
-        """Computes a segment again, now with a graph, and its gradients."""
+        """Compute a segment again with a graph, and then its gradients."""
         part, lane = self.parts[place], seat.lane
         began = bring(part.saved.pop(segment.start, part.inputs), lane)
         assert part.gradients is not None

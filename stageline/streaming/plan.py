@@ -37,7 +37,7 @@ class Plan:
         return len(self.forward) + len(self.backward)
 
     def check(self, num_layers: int) -> None:
-        """Refuses what leaves a layer out or runs it twice.
+        """Refuse a plan that leaves a layer out or runs it twice.
 
         Raises:
             ValueError: names the first layer that is wrong.

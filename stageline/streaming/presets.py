@@ -1,4 +1,4 @@
-"""Makes a row of layers of a model of transformers: its stages, of one layer each.
+"""Make a row of layers of a model of transformers: its stages, of one layer each.
 
 The first piece embeds, the last one has the head, and each piece between them is a layer. As on the
 stages of a pipeline, the model's own forward runs in every piece, and the split plan says what
@@ -115,7 +115,7 @@ class Piece(Spliced, nn.Module):
         return inputs
 
     def _give_routers(self, base: nn.Module, args: tuple, output: Any) -> None:
-        """Gives the last piece what the layers of others recorded."""
+        """Give the last piece the records of all other layers."""
         if self._routers is not None:
             output[ROUTER_LOGITS] = self._routers
 

@@ -58,7 +58,7 @@ def doing_recompute() -> bool:
 
 
 def save_for_recompute(*data: Any) -> None:
-    """Keeps data for the recomputation of this layer on this micro-batch; once in a layer.
+    """Keep data for the recomputation of this layer on this micro-batch; once in a layer.
 
     Raises:
         RuntimeError: a second time, or in the recomputation itself.

@@ -60,7 +60,7 @@ class RoundPipeRunConfig:
         return RoundPipeRunConfig(**merged)
 
     def filled(self, num_lanes: int) -> "RoundPipeRunConfig":
-        """With the defaults in place of what is None, but for the plan and the ways to split.
+        """Return the settings with defaults for None, except for the plan and the splits.
 
         Raises:
             ValueError: a value that no call can have.

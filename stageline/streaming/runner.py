@@ -1,4 +1,4 @@
-"""Runs an optimizer step's passes, or an evaluation, of a model that streams. Knows no optimizer.
+"""Run the passes of an optimizer step or an evaluation of a streamed model, without optimizer.
 
 It has the interface of `stageline.pipeline.runner.PipelineRunner`, with all stages in one process.
 """
@@ -64,14 +64,14 @@ class StageWeights:
         }
 
     def take(self) -> None:
-        """Shows the sums of gradients, once the step before and all passes are over."""
+        """Show the sums of gradients, once the step before and all passes are over."""
         self._pipe._worker.wait()
         for home, master in self._homes:
             master.grad = home.total
         self._is_given = False
 
     def zero_grad(self) -> None:
-        """Forgets all gradients; those of a step that may still run are its own."""
+        """Forget all gradients; those of a step that may still run are its own."""
         if self._is_given:
             return
         self._pipe._worker.wait()
@@ -79,7 +79,7 @@ class StageWeights:
             home.total = master.grad = None
 
     def update(self, step: Callable[[], object]) -> None:
-        """Runs an optimizer step on the gradients that are there.
+        """Run an optimizer step on the gradients that are there.
 
         Raises:
             Exception: what this step raised, or of a stale one the step before.
@@ -96,14 +96,14 @@ class StageWeights:
         self._pipe.step(run, is_async=self._stale)
 
     def write_back(self) -> None:
-        """Rounds the optimizer's values into the model."""
+        """Round the optimizer's values into the model."""
         self._pipe.step(lambda: None, is_async=False)
 
     def take_shares(self) -> None:
         """There are none."""
 
     def settle(self) -> None:
-        """Returns when all steps are done, and the model has their values."""
+        """Wait until all steps are done, and the model has their values."""
         self._pipe.synchronize()
 
 
@@ -245,7 +245,7 @@ class StreamingRunner:
         return list(range(self.num_micro_batches))
 
     def check_plan(self, num_micro_batches: int) -> None:
-        """Raises ValueError, with the layer or stage, for a budget that no step can keep."""
+        """Raise ValueError, with the layer or stage, for a budget that no step can keep."""
         costs, budget = costs_of(self.pipe._hosted_layers), self._lanes[0].pool.budget
         plan = self._plan_of_steps
         if plan is None:

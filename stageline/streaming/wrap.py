@@ -1,4 +1,4 @@
-"""Turns a model into RoundPipes by rules: a preset, or by size and kind of its modules.
+"""Turn a model into RoundPipes by rules: a preset, or by size and kind of its modules.
 
 The rules follow the documentation of RoundPipe in their order of priority.
 """
@@ -83,7 +83,7 @@ class AutoRoundPipe(StreamedModel):
     def step(
         self, step_fn: Callable[..., None], is_async: bool = True, *args: Any, **kwargs: Any
     ) -> None:
-        """Runs `step_fn(*args, **kwargs)` once for all parts, by the rule of `RoundPipe.step`."""
+        """Run `step_fn(*args, **kwargs)` once for all parts, by the rule of `RoundPipe.step`."""
         super().step(step_fn, is_async, *args, **kwargs)
         for home in self._loose:
             home.parameter.grad = None
@@ -123,7 +123,7 @@ def wrap_model_to_roundpipe(
     name: str | None = None,
     **roundpipe_kwargs: Any,
 ) -> RoundPipe | AutoRoundPipe:
-    """Wraps a model so that it streams.
+    """Wrap a model so that it streams.
 
     A decoder of transformers becomes a row of layers. Any other model is walked through; of each
     module the first rule that fits holds:

@@ -1,4 +1,4 @@
-"""Memory of this process, of its GPU or the host: its peak, and what fills it when it is full."""
+"""Memory of this process, of its GPU or the host: its peak, and its contents when it is full."""
 
 import re
 import resource

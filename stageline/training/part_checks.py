@@ -1,4 +1,4 @@
-"""Find what people get wrong in a part before the first step: a mean loss, a signature, a shape.
+"""Find common mistakes in a part before the first step: a mean loss, a signature, a shape.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -75,7 +75,7 @@ def check_sim_fn(sim_fn: Callable[..., torch.Tensor]) -> None:
 MOST_LOGITS = 2**22  # numbers of the example: 16 MiB
 COUNT = 1000.0  # value of each count, above any minimum that a loss clamps it to
 TOLERANCE = 1e-3  # relative, of rounding in float32
-# what fails here may run on the device of the run
+# an error of this kind may not happen on the device of the run
 _ELSEWHERE = re.compile("gpu|cuda|device|driver|not implemented|process group", re.IGNORECASE)
 
 

@@ -1,4 +1,4 @@
-"""A model that scores answers: a sequence classifier of transformers with one label, on one device.
+"""Score answers with a model: a sequence classifier of transformers with one label, on one device.
 
 It reads texts with its own chat template and tokenizer, so it need not be of the family of the
 model that answered.

@@ -55,7 +55,7 @@ class Rewards:
         return [one.weight for one in self.parts]
 
     def begin(self) -> "Judging":
-        """Start to judge a step; a part takes its answers when it is done with those before."""
+        """Start to score a step; a part takes its answers when it is done with those before."""
         self._newest = Judging(self.parts, self.timeout, behind=self._newest)
         return self._newest
 

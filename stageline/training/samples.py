@@ -1,4 +1,4 @@
-"""Answers that a run learns from, as lines of `samples.jsonl` with small pictures in `samples/`."""
+"""Save answers that a run trains on: lines of `samples.jsonl`, small images in `samples/`."""
 
 import hashlib
 import io

@@ -127,33 +127,33 @@ class SharedFigures:
         facts: Sequence[torch.Tensor],
         figures: Mapping[str, torch.Tensor],
         *,
-        beside: torch.Tensor,
+        local: torch.Tensor,
     ) -> tuple[list[float], dict[str, float], list[float]]:
-        """Sum scalars that every rank has, and figures that some have; also return `beside`.
+        """Sum scalars that every rank has, and figures that some have.
 
         One exchange; two more in a step whose figures are new.
 
         Args:
-            `beside`: numbers on this rank's device that come to the host with the sums, so that
-                the host waits for its device once.
+            local: numbers on this rank's device that come to the host with the sums, so that the
+                host waits for its device once; they are returned too.
         """
 
         def values() -> list[torch.Tensor]:
             return [figures.get(name, torch.zeros(())) for name in self.names]
 
         is_new = torch.tensor(float(any(name not in self.names for name in figures)))
-        found = self._sum([*facts, is_new, *values()], beside)
-        found, brought = found[: -len(beside)], found[-len(beside) :]
+        found = self._sum([*facts, is_new, *values()], local)
+        found, brought = found[: -len(local)], found[-len(local) :]
         sums = found[len(facts) + 1 :]
         if found[len(facts)] > 0:
             gathered: list[Any] = [None] * dist.get_world_size(self.group)
             dist.all_gather_object(gathered, list(figures), group=self.group)
             told = self.replicas.gather([name for names in gathered for name in names])
             self.names = list(dict.fromkeys([*self.names, *(n for names in told for n in names)]))
-            sums = self._sum(values(), beside[:0])
+            sums = self._sum(values(), local[:0])
         return found[: len(facts)], dict(zip(self.names, sums, strict=True)), brought
 
-    def _sum(self, values: Sequence[torch.Tensor], beside: torch.Tensor) -> list[float]:
+    def _sum(self, values: Sequence[torch.Tensor], local: torch.Tensor) -> list[float]:
         own = [value.detach() for value in values]
         of_host = [value for value in own if value.device.type == "cpu"]
         if self.device.type != "cpu" and of_host:
@@ -165,7 +165,7 @@ class SharedFigures:
             dist.all_reduce(total, group=self.group)
             if self.replicas.size > 1:
                 dist.all_reduce(total, group=self.replicas.group)
-            return torch.cat((total, beside)).tolist()
+            return torch.cat((total, local)).tolist()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +338,7 @@ class TrainStep:
         stop = torch.tensor(float(stop_requested()))
         facts = [loss_of.loss, loss_of.extra_loss, stop, norm * 0, *waits]
         (loss, extra_loss, stop_count, no_number, *all_waits), figures, (grad_norm, *each_norm) = (
-            self.shared_figures.sum(facts, loss_of.figures, beside=torch.cat((norm[None], norms)))
+            self.shared_figures.sum(facts, loss_of.figures, local=torch.cat((norm[None], norms)))
         )
         if math.isfinite(grad_norm):
             grad_norm += no_number  # finite on every rank, or on none
