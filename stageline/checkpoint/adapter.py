@@ -55,7 +55,7 @@ PLAIN_STARTS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica"
 # rows of new tokens, as peft names them: the rows themselves, not what was added to them
 INDICES = "trainable_token_indices"
 ROWS_OF_PEFT = ".token_adapter.trainable_tokens_delta"
-# what peft keeps of a whole matrix whose rows it trains
+# peft saves the whole matrix of which it trains rows under this name
 WHOLE_OF_PEFT = ".token_adapter.base_layer"
 VOCABULARIES = ("embed_tokens", "wte", "embed_in", "head", "embed_out")  # last names of modules
 CONFIG = "config.json"
@@ -232,7 +232,7 @@ def _is_plain(name: str, value: object) -> bool:
 
 
 def read_adapter(folder: str | Path) -> Adapter:
-    """Read an adapter folder, of ours or of `peft`.
+    """Read an adapter folder that Stageline or `peft` wrote.
 
     Raises:
         CheckpointError: a file is missing, damaged or holds something else than plain LoRA.
@@ -285,7 +285,7 @@ def _row_ids(config: Mapping[str, Any], module: str) -> list[int]:
     told = config.get(INDICES) or {}
     if isinstance(told, list):
         return told
-    if len(told) == 1:  # of a tied head, too, which peft does not name
+    if len(told) == 1:  # this is also right for a tied head, which peft does not list
         return list(next(iter(told.values())))
     found = (ids for name, ids in told.items() if f".{module}".endswith(f".{name}"))
     return list(next(found, []))
@@ -319,7 +319,7 @@ def refuse_unknown(adapter: Adapter, unknown: set[str], model_name: str) -> None
     """Refuse an adapter with weights for modules that are not there."""
     if unknown:
         raise CheckpointError(
-            f"the adapter {adapter.folder} has weights for {list_names(unknown)}, which are no "
+            f"the adapter {adapter.folder} has weights for {list_names(unknown)}, which are not "
             f"linear layers of {model_name}. Use the model, parts and `lora_target` of its run."
         )
 
@@ -342,10 +342,10 @@ def merge_adapters(
         attach_adapter(model, path)
         for module in model.modules():
             if isinstance(module, LoRAWrapper):
-                if weight != 1 and module.lora.use_dora:  # its lengths are no share of a sum
+                if weight != 1 and module.lora.use_dora:  # DoRA column norms do not scale
                     raise UserError(
-                        f"`adapter_weights` {weight:g} came for {path}, which is DoRA and cannot "
-                        "be weighted. Give 1 for it."
+                        f"`adapter_weights` {weight:g} is given for {path}, but a DoRA adapter "
+                        "cannot be weighted. Give 1 for it."
                     )
                 module.lora.scale *= weight
         merge_lora(model)
@@ -393,8 +393,8 @@ def untie_if_changed(model: Stage, weights: Mapping[str, torch.Tensor]) -> None:
 def fill_earlier_lora(model: Stage, folder: Path, adapters: list[Adapter]) -> None:
     """Fill a stage's LoRAs from an adapter folder: all but the last, or as many as it holds.
 
-    With as many adapters (innermost first) as LoRAs the last one is filled too: that run goes on.
-    What was trained whole is noted in `model.carried`: a folder saved from here has to hold it too.
+    With as many adapters (innermost first) as LoRAs the last one is filled too: that run continues.
+    Modules trained whole are noted in `model.carried`: a folder saved from here has to hold them.
 
     Raises:
         UserError: the counts or kinds do not fit.
@@ -509,7 +509,7 @@ def refuse_two_ways(folder: Path, adapters: Sequence[str | Path]) -> None:
 
 
 def processor_folder(adapter: Path, base: Path) -> Path:
-    """An adapter's own folder, which may know new tokens, if all is there that its base has."""
+    """Return the folder of an adapter if its processor is complete there, else that of its base."""
     names = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
     needed = {name for name in names if (base / name).is_file()} | {names[0]}
     return adapter if all((adapter / name).is_file() for name in needed) else base

@@ -1,4 +1,4 @@
-"""Begin a run with saved adapters: earlier ones are merged, the last one goes on.
+"""Begin a run with saved adapters: earlier ones are merged, training continues the last one.
 
 A merged base is no longer the folder that it was read from, so that a run saves it next to its
 adapters.
@@ -34,12 +34,12 @@ from stageline.stage import Stage
 
 @dataclass
 class AdapterStart:
-    """What a stage begins with beside the weights of its base.
+    """Adapters that a stage starts with, in addition to the weights of its base.
 
     Attributes:
         modules_to_save: names of modules that are trained whole.
         paths: adapter folders, innermost first.
-        creates: all are merged and a new adapter is made; else the last one goes on.
+        creates: all are merged and a new adapter is made; else the last one is trained further.
         taken_from: a checkpoint of this run, whose PiSSA start is that of this one.
         notes: lines to print, once the model is there.
     """
@@ -52,7 +52,7 @@ class AdapterStart:
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> "AdapterStart":
-        """Takes its own arguments out of those of a stage model."""
+        """Take the arguments of an AdapterStart out of those of a stage model."""
         return cls(
             tuple(options.pop("modules_to_save", None) or ()),
             tuple(map(str, options.pop("adapter_path", None) or ())),
@@ -67,7 +67,7 @@ class AdapterStart:
 
     @property
     def resumed(self) -> str | None:
-        """The folder of the adapter that goes on."""
+        """The folder of the adapter that is trained further."""
         return None if self.creates or not self.paths else self.paths[-1]
 
     def lora_of(
@@ -152,7 +152,7 @@ class AdapterStart:
 
 @torch.no_grad()
 def merge_adapter(model: Stage, adapter: Adapter) -> None:
-    """Adds an adapter to the weights of a stage that are here, in place."""
+    """Add an adapter to the weights of a stage that are here, in place."""
     whole_names = {name.rpartition(".")[0] for name in model.parameter_order}
     refuse_unknown(adapter, set(adapter.pairs) - whole_names, type(model).__name__)
     fit_vocabulary(model, [adapter])

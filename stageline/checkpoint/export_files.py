@@ -54,7 +54,7 @@ def find_source(path: str | Path) -> Path:
     """The folder that is exported, with links followed: `best` may move meanwhile.
 
     Raises:
-        UserError: there is none, or it is no model or adapter folder.
+        UserError: there is none, or it is not a model or adapter folder.
     """
     source = find_checkpoint(path).resolve()
     if source.is_dir() and any((source / name).exists() for name in MODEL_FILES):
@@ -62,8 +62,8 @@ def find_source(path: str | Path) -> Path:
     held = sorted(item.name for item in (source / "checkpoints").glob("*"))
     cure = f"it holds the checkpoints {', '.join(held)}: give one of them" if held else "Give one"
     raise UserError(
-        f"`model_path` {path} has no {' or '.join(MODEL_FILES)}, hence is no folder of a model or "
-        f"an adapter. {cure}."
+        f"`model_path` {path} has no {' or '.join(MODEL_FILES)}, so it is not a model or adapter "
+        f"folder. {cure}."
     )
 
 
@@ -79,14 +79,14 @@ def check_target(source: Path, target: Path, *, overwrites: bool) -> None:
     ]
     if held:
         raise UserError(
-            f"`overwrite` would remove `output_path` {target}, in which {held[0]} lies, which is "
-            "needed. Choose another folder."
+            f"`overwrite` would remove `output_path` {target}, which contains {held[0]}, a "
+            "source of the export. Choose another folder."
         )
     is_model = any((target / name).is_file() for name in MODEL_FILES)
     if target.is_symlink() or not is_model:
         raise UserError(
-            f"`overwrite` would remove `output_path` {target}, which is no model folder: it has no "
-            f"{' or '.join(MODEL_FILES)}. Choose another folder."
+            f"`overwrite` would remove `output_path` {target}, which is not a model folder: it has "
+            f"no {' or '.join(MODEL_FILES)}. Choose another folder."
         )
 
 
@@ -135,7 +135,7 @@ def write_model(
     if generation is not None:
         shutil.copyfile(generation, draft / GENERATION_CONFIG_NAME)
     for path in draft.glob("*.safetensors"):
-        path.chmod(FILE_MODE)  # safetensors writes for the owner alone
+        path.chmod(FILE_MODE)  # safetensors makes files that only their owner can read
 
 
 def write_adapter(source: Path, draft: Path, dtype_of: Callable[[str], torch.dtype] | None) -> None:
@@ -179,7 +179,7 @@ KEYS = (
     *("train-model", "dataset", "prompt", "prompt-fn", "image-token", "collate-fn", "loss-fn"),
     *("optimizer", "lr-scheduler", "engine"),
 )
-MAX_ROWS = 12  # of the curve as a table, where there is no picture
+MAX_ROWS = 12  # rows of the table of losses, which stands where there is no plot
 Kind = Literal["model", "adapter", "merged"]
 _WHAT = {
     "model": "Weights of a whole model",
@@ -193,7 +193,7 @@ _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the manifest, config.yaml and log of a run say up to one checkpoint."""
+    """Contents of the manifest, config.yaml and log of a run, up to one checkpoint."""
 
     manifest: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -243,7 +243,7 @@ def _shortened(value: Any) -> Any:
 
 
 def _read_object(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """What a file holds by name; empty where there is none."""
+    """Return the mapping that a file contains; {} where it cannot be read or is not one."""
     try:
         found = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

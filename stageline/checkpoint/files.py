@@ -17,12 +17,12 @@ from stageline.model_folder import read_json
 
 _UMASK = os.umask(0o077)  # at import: it is the whole process's while it is looked at
 os.umask(_UMASK)
-FILE_MODE = 0o666 & ~_UMASK  # of new files
+FILE_MODE = 0o666 & ~_UMASK  # new files get this mode
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
-# what torch.save writes, by whatever name; never opened
+# torch.save writes such files; they are never opened, as a pickle can run code
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _LFS = b"version https://git-lfs"
 
@@ -113,7 +113,7 @@ def weight_files(checkpoint: Path, *, fetches: bool = True) -> dict[str, Path]:
 
 
 def _read_index(index: Path, *, fetches: bool) -> dict[str, Path]:
-    """What the index says, compared with the headers of the files that it names."""
+    """Return the file of each tensor by the index, compared with the headers of the files."""
     folder = index.parent
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -243,7 +243,7 @@ def misfits(
     *,
     owner: str = "model",
 ) -> str:
-    """What of a checkpoint does not fit a model or another `owner`, in words; "": all does."""
+    """Describe the names of a checkpoint that do not fit `owner`; "" where all fit."""
     kinds = {
         "names are missing": missing,
         f"names belong to no {owner}": unknown,
@@ -257,4 +257,4 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     # contiguous one file at a time: views of fused experts are not
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, path, metadata={"format": "pt"})
-    path.chmod(FILE_MODE)  # safetensors writes for the owner alone
+    path.chmod(FILE_MODE)  # safetensors makes files that only their owner can read

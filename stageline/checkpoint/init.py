@@ -81,10 +81,10 @@ def init_split_model(
 
     Args:
         model: a stage model, with or without LoRA.
-        seed: same seed, same weights, however many stages there are, and on whatever device: the
-            host draws, since what a GPU draws depends on its number of multiprocessors.
+        seed: the same seed gives the same weights on any number of stages and any device: the
+            host draws, since the numbers of a GPU depend on its count of multiprocessors.
         device: of the weights, at the end.
-        dtype: of the parameters; buffers keep theirs.
+        dtype: of the parameters; buffers keep their own.
 
     Raises:
         UserError: the model's own code leaves a parameter without a value.
@@ -143,7 +143,7 @@ def materialise(
     """
     made: dict[int, nn.Parameter] = {}
     whole = getattr(model, "whole", None)
-    # what the library built in another dtype than the model's is meant so
+    # transformers builds some tensors in another dtype than the model's on purpose
     built: tuple[torch.dtype, ...] = HALF_AND_SINGLE
     if whole is not None and next(whole.parameters(), None) is not None:
         built = (whole.dtype,)
@@ -249,7 +249,7 @@ def init_fresh(model: Stage, *, seed: int) -> None:
         device = next(module.parameters()).device
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(name_seed(seed, path))
-            assert model.whole is not None  # the library's loader tells of fresh keys
+            assert model.whole is not None  # transformers' loader reports fresh keys
             model.whole._init_weights(module.to(CPU))
         module.to(device)
 

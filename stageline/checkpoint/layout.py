@@ -1,4 +1,4 @@
-"""How a checkpoint folder comes to be: written aside, made durable, published by one rename.
+"""Write a checkpoint folder: under a temporary name, synced to disk, published by one rename.
 
 A folder with a manifest.json and without `.tmp-` in its name is whole. The manifest has size and
 sha256 of every file, and its own sha256. Ranks that write one folder fail together or not at all.
@@ -23,14 +23,14 @@ from stageline.checkpoint.files import inside
 from stageline.errors import CheckpointError, DataError, NonFiniteError, StorageError, UserError
 
 MANIFEST = "manifest.json"
-BASE_FOLDER = "base"  # of a run, where a frozen model was not there before it
+BASE_FOLDER = "base"  # a run saves its frozen model here when no folder has it
 FORMAT_VERSION = 2
 # files that loaders look for by name or by what they end with
 _LOADED_SUFFIXES = (".safetensors", ".index.json", "adapter_config.json")
 
 
 def draft_name(folder: Path) -> str:
-    """A fresh name beside `folder`, for the folder while it is being written."""
+    """Return a fresh name next to `folder`, for the folder while it is being written."""
     return f"{folder.name}.tmp-{secrets.token_hex(4)}"
 
 
@@ -44,7 +44,7 @@ def refuse_existing(folder: Path) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Makes a file's content, or a folder's entries, survive a power cut."""
+    """Sync a file's content, or a folder's entries, to disk, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -89,7 +89,7 @@ def publish(
 
 
 def content_sum(manifest: Mapping[str, Any]) -> str:
-    """The sha256 of what a manifest says, in whatever way it is written; without its own."""
+    """Return the sha256 of the content of a manifest, without its own checksum."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     # once through JSON: tuples and numbers as keys are read back as lists and texts
     content = json.loads(json.dumps(content))
@@ -129,7 +129,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def own_manifest(folder: Path) -> dict[str, Any]:
-    """As `read_manifest`; empty where another program wrote the folder."""
+    """Return the manifest as `read_manifest` does; {} where another program wrote the folder."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
     except OSError:
@@ -141,7 +141,7 @@ def own_manifest(folder: Path) -> dict[str, Any]:
 
 
 def base_sum(folder: Path) -> str | None:
-    """Tells a frozen model that a run saved beside its adapters from others; None: it is none."""
+    """Return the checksum of a frozen model that a run saved next to its adapters, else None."""
     manifest = own_manifest(folder)
     return manifest["sha256"] if manifest.get("kind") == BASE_FOLDER else None
 
@@ -186,7 +186,7 @@ def _damaged(path: Path, found: str, expected: str) -> CheckpointError:
 
 
 def discard(draft: Path) -> None:
-    """Removes what was written of a checkpoint that cannot be finished."""
+    """Remove the files of a checkpoint that cannot be finished."""
     shutil.rmtree(draft, ignore_errors=True)
 
 
@@ -195,7 +195,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that save together: those of one pipeline, or this process alone."""
+    """The ranks that save together: those of one pipeline, or only this process."""
 
     rank: int
     size: int
@@ -209,7 +209,7 @@ class Ranks:
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     def gather(self, value: Result) -> list[Result]:
-        """What every rank gave, by rank."""
+        """Return the values of all ranks, in the order of ranks."""
         if self.size == 1:
             return [value]
         values: list[Result] = [value] * self.size
@@ -255,7 +255,7 @@ class Ranks:
         return "StorageError", f"{place}: {error}{space}. {cure}"
 
     def on_first(self, function: Callable[[], Result], draft: Path | None = None) -> Result | None:
-        """What `function` returns on rank 0, which alone calls it; otherwise as `together`."""
+        """Call `function` on rank 0 only, as `together` does, and return its result there."""
         return self.together(lambda: function() if self.rank == 0 else None, draft)[0]
 
 

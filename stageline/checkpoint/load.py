@@ -1,7 +1,7 @@
-"""Fills one stage from a checkpoint, reading the stage's own tensors only.
+"""Fill one stage from a checkpoint, reading the stage's own tensors only.
 
-Names on disk differ from names in memory for many models of transformers 5. The library's own
-`from_pretrained` knows all of that, so it does the reading: into a model that drops, while it is
+Names on disk differ from names in memory for many models of transformers 5. The `from_pretrained`
+of transformers handles all of that, so it does the reading: into a model that drops, while it is
 built, what this stage drops. Not here: adapters (`adapter.py`), random starts (`init.py`).
 """
 
@@ -57,7 +57,7 @@ from stageline.stage import Stage
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps the library from listing the tensors of all other stages, and from drawing bars."""
+    """Keep transformers from listing the tensors of all other stages, and from drawing bars."""
     level = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -200,7 +200,7 @@ def load_split_model(
         if all(name in on_disk for name in tied):  # a head of its own though the config says tied
             state = lazy_state(files, set())
             untie_if_changed(model, {name: state[on_disk[name]][...] for name in tied})
-    dtypes |= floats(model.keys_read - dtypes.keys())  # of files that were fetched meanwhile
+    dtypes |= floats(model.keys_read - dtypes.keys())  # some files were fetched meanwhile
     init_fresh(model, seed=seed)
     materialise(model, device=device, dtype=dtype, casts_others=False)
     start: AdapterStart = getattr(model, "start", None) or AdapterStart()
@@ -214,10 +214,10 @@ def load_split_model(
 
     named = model.named_parameters()
     check_finite(
-        # what was never filled holds nan, too, and is reported after this
+        # weights that were never filled hold nan too, and are reported after this
         ((name, value) for name, value in named if name in key_map or is_lora_name(name)),
         what=f"weights of stage {model.stage} as they were read",
-        cure="Get these files anew, or start from another checkpoint.",
+        cure="Fetch these files again, or start from another checkpoint.",
         place_of=place_of,
     )
     check_filled(model, f"reading {checkpoint_path}")
@@ -233,7 +233,7 @@ def _read_by_library(
     dtype: torch.dtype,
     checkpoint: Path,
 ) -> dict[str, str]:
-    """Fills the stage by `from_pretrained`; returns name in the whole model -> name on disk."""
+    """Fill the stage by `from_pretrained`; return name in the whole model -> name on disk."""
     assert model.whole is not None  # the caller looked
     if earlier := {there for there in key_map.values() if is_lora_name(there)}:
         raise UserError(
@@ -242,7 +242,7 @@ def _read_by_library(
         )
     base_class: Any = type(model.whole)  # a class that is known at run time alone
     base = base_class.base_model_prefix
-    # of the whole model, before it is pruned
+    # the names are those of the whole model, before it is pruned
     whole_names: dict[str, torch.Tensor] = {}
     transforms: list[WeightTransform] = []
 
@@ -265,7 +265,7 @@ def _read_by_library(
             }
 
     Pruned.__name__, Pruned.__qualname__ = base_class.__name__, base_class.__qualname__
-    # else the library takes it for custom code and leaves names on disk as they are
+    # else transformers takes it for custom code and leaves names on disk as they are
     Pruned.__module__ = base_class.__module__
     model.keys_read = set()
     kwargs: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
@@ -319,7 +319,7 @@ def _read_by_library(
 def _renamed(
     name: str, transforms: list[WeightTransform], base: str, names: dict[str, torch.Tensor]
 ) -> str:
-    """A name on disk as the library finds it in a model of these names."""
+    """Return a name on disk as transformers finds it in a model of these names."""
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
     found, _ = rename_source_key(name, renamings, converters, base, names)
@@ -344,7 +344,7 @@ def _refuse(
 def _take(
     model: Stage, loaded: PreTrainedModel, key_map: dict[str, str], *, checkpoint: Path
 ) -> None:
-    """Moves the tensors of the loaded model into the stage, without a copy; ties stay."""
+    """Move the tensors of the loaded model into the stage, without a copy; ties stay."""
     values = loaded.state_dict(keep_vars=True)
     missing = {there for there in key_map.values() if there not in values}
     _refuse(model, checkpoint, missing)
@@ -361,7 +361,7 @@ def _take(
                 if isinstance(value, torch.Tensor):
                     own.__dict__[leaf] = value
     # saving reverses these
-    assert model.whole is not None  # what the library loaded is a model of it
+    assert model.whole is not None  # transformers loaded it
     conversions = getattr(loaded, "_weight_conversions", None)
     model.whole.__dict__["_weight_conversions"] = conversions
 
@@ -394,7 +394,7 @@ def _read_by_names(
         known |= {strip_lora(name) for name, _ in model.named_buffers()}
         others = {name for name in files.keys() - set(key_map.values()) if not is_lora_name(name)}
         unknown = {name for name in others if strip_lora(name) not in known}
-    first: dict[int, str] = {}  # of a weight with two names, the first one
+    first: dict[int, str] = {}  # a weight with two names is stored by its first one
     tied = {
         name: first[id(tensor)]
         for name, tensor in here.items()

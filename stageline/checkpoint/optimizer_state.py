@@ -23,13 +23,13 @@ from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import read_json
 
 WEIGHT = "weight"  # a parameter's own value, where the files of weights do not hold it to the bit
-# numbers that an optimizer keeps beside its tensors
+# an optimizer keeps such numbers next to its tensors
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """Which rows of a parameter a rank holds: `count` from `start` on, of a whole of `shape`."""
+    """Rows of a parameter that a rank holds: `count` from `start`, of a whole of `shape`."""
 
     start: int
     count: int
@@ -38,7 +38,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class StateShare:
-    """What one rank saves besides weights.
+    """Optimizer state that one rank saves.
 
     Attributes:
         tensors: by name in the file.
@@ -75,12 +75,12 @@ def state_share(
 
     Args:
         parameters: those that the optimizer updates, by name.
-        begun: what `group_values` said when the optimizer was made.
+        begun: result of `group_values` when the optimizer was made.
         rows: of parameters of which this rank holds a share.
         left_out: names that another stage saves.
-        is_first: of the replicas; others save their rows of shares alone.
+        is_first: of the replicas; others save only their rows of shares.
         with_weights: the parameters themselves too.
-        copies: on the host and apart from training, which may go on; None: the tensors themselves.
+        copies: host memory for copies, so that training may continue; None: no copies are made.
 
     Raises:
         UserError: the optimizer keeps something that is neither tensor nor number, or apart from
@@ -141,7 +141,7 @@ def _cannot_save(optimizer: torch.optim.Optimizer | None, key: str, kind: str) -
 def _piece(
     tensor: torch.Tensor, parameter: nn.Parameter, rows: RowRange | None, key: str
 ) -> dict[str, Any]:
-    """Where a value belongs: rows of a share, or all of it."""
+    """Return the rows that a value covers, as the index has them; {}: all of them."""
     if rows is None or (tensor.numel() == 1 and tensor.shape != parameter.shape):
         return {}  # a count is the same for all rows
     if tensor.shape == parameter.shape:
@@ -208,7 +208,7 @@ class SavedState:
         path = self.folder / STATE_FILE
         if not path.is_file():
             raise CheckpointError(
-                f"{folder} holds weights alone, without {STATE_FOLDER}/{STATE_FILE}. Resume from a "
+                f"{folder} holds only weights, without {STATE_FOLDER}/{STATE_FILE}. Resume from a "
                 "folder checkpoints/step-..., or give these weights as `model_path`."
             )
         saved = read_json(path)
@@ -300,7 +300,7 @@ class SavedState:
             if number is not None:
                 values[key] = value.item()
                 continue
-            # as torch: the count of steps stays on the host, unless a fused kernel reads it
+            # torch, too, leaves the count of steps on the host, unless a fused kernel reads it
             stays = key == "step" and not (group.get("fused") or group.get("capturable"))
             values[key] = value if stays else value.to(parameter.device)
         return values

@@ -93,12 +93,12 @@ def export_folder(
         verify(source)
     if merge and not is_adapter:
         raise UserError(
-            f"`merge` came with {source}, a whole model: there is nothing to merge. Leave `merge` "
-            "out."
+            f"`merge` is given with {source}, a whole model: there is nothing to merge. Leave "
+            "`merge` out."
         )
     if adapters and is_adapter:
         raise UserError(
-            f"`adapter_path` came with {source}, which is an adapter itself. Give the base as "
+            f"`adapter_path` is given with {source}, which is an adapter itself. Give the base as "
             "`model_path`, and name all adapters in `adapter_path`."
         )
     base = find_base(source) if merge else None
@@ -239,7 +239,7 @@ def plain_folder(
 
 
 def folder_facts(folder: Path) -> object:
-    """What changes with any file of a model folder: by content where a manifest has it."""
+    """Return a fingerprint of a model folder: the checksum of its manifest, where it has one."""
     if (folder / MANIFEST).exists():
         return read_manifest(folder)["sha256"]
     if name_of(folder) is not None:  # not all of it need be here yet

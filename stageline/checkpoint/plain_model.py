@@ -38,7 +38,7 @@ _TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", CLASSIFIER: SC
 
 
 def task_of(model_class: str) -> str | None:
-    """What peft calls the kind of model that a class is; None: no kind that it knows."""
+    """Return the task type of peft for a model class; None where it has none."""
     return next((task for end, task in _TASKS.items() if model_class.endswith(end)), None)
 
 
@@ -83,11 +83,11 @@ def load_whole(
             folder,
             output_loading_info=True,
             local_files_only=True,
-            use_safetensors=True,  # never a pickle that lies there too
+            use_safetensors=True,  # a pickle in the folder is never read
             ignore_mismatched_sizes=True,  # reported below
             **options,
         )
-    except Exception as error:  # the library raises what it likes
+    except Exception as error:  # from_pretrained can raise any type of exception
         of_code = has_trusted_code(config) and isinstance(error, AttributeError | TypeError)
         if of_code or "Unrecognized configuration class" in str(error):
             raise refused_build(config, auto_class, error) from error
@@ -102,7 +102,7 @@ def load_whole(
     check_finite(
         model.named_parameters(),
         what=f"weights of {folder}",
-        cure="Get these files anew, or take another model.",
+        cure="Fetch these files again, or take another model.",
     )
     return called_alike(model)
 

@@ -89,7 +89,7 @@ class AdapterLevel:
 
 @dataclass(frozen=True)
 class AdapterShare:
-    """What one stage saves of the adapters.
+    """Adapter weights that one stage saves.
 
     Attributes:
         depth: adapters stacked on the layer that has most.
@@ -192,7 +192,7 @@ def _merge_parts(parts: list[AdapterShare], folder: Path, *, base: str, model_cl
     depth = max(part.depth for part in parts)
     token_ids = {module: ids for part in parts for module, ids in part.token_ids.items()}
     # Modules that were trained whole. A parameter of the base model itself (the line end of
-    # LLaVA-NeXT) has no module that peft could replace; peft reads it by its name alone.
+    # LLaVA-NeXT) has no module that peft could replace; peft reads it by its name.
     adapted = {name for part in parts for level in part.levels.values() for name in level.facts}
     modules = [
         module
@@ -200,7 +200,7 @@ def _merge_parts(parts: list[AdapterShare], folder: Path, *, base: str, model_cl
         if not any(name.startswith(f"{module}.") for name in adapted)
     ]
     outermost = [m for m in modules if not any(m.startswith(f"{other}.") for other in modules)]
-    hub = name_of(base)  # whoever gets the adapter has another cache
+    hub = name_of(base)  # the cache has another path on another machine
     for number in _levels(depth):
         target = folder if number == SUM else folder / STACK_FOLDER / str(number)
         target.mkdir(parents=True, exist_ok=True)
@@ -260,7 +260,7 @@ def save_split_model(
 
     Args:
         model: this rank's stage, or stages.
-        processor: tokenizer or processor to put beside the weights.
+        processor: tokenizer or processor to save next to the weights.
         folder: a new folder on a file system that all ranks share.
         group: the ranks of one pipeline; gloo where there is a choice. Needs no process group.
         replicas: the ranks with the same stages, of which the first writes and the others wait; it
@@ -334,13 +334,13 @@ def finish_draft(
 
 @dataclass(frozen=True)
 class WeightShare:
-    """What one rank saves of the weights: stage -> tensors by name on disk, stages' adapters."""
+    """Weights that one rank saves: stage -> tensors by name on disk, and adapters of stages."""
 
     full: dict[int, Shard] = field(default_factory=dict)
     adapters: list[AdapterShare] = field(default_factory=list)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All that is saved; what is trained beside adapters once for each of their levels."""
+        """Yield all that is saved; modules trained whole come once for each level of adapters."""
         for state in self.full.values():
             yield from state.items()
         for adapter in self.adapters:
@@ -387,11 +387,10 @@ class WeightSaver:
         self._claimed_trained = self._claimed(trained_names, draft) if self.is_adapter else []
 
     def share(self, *, copies: HostCopies | None = None) -> WeightShare:
-        """What this rank saves, on this rank alone.
+        """Collect the weights that this rank saves, without any exchange.
 
         Args:
-            copies: on the host and apart from the weights, so that training may go on; None: the
-                weights themselves.
+            copies: host memory for copies, so that training may continue; None: no copies are made.
         """
         if not self.is_adapter:
             return WeightShare(full=self._full(copies=copies))
@@ -416,7 +415,7 @@ class WeightSaver:
             base = str(folder / BASE_FOLDER)
             known = self._write_full(share, draft / BASE_FOLDER, draft)
         self._write_adapter(share, draft, base)
-        facts["base_sha256"] = base_sum(Path(base))  # of a path that another run may take
+        facts["base_sha256"] = base_sum(Path(base))  # another run may save to this path
         return {"kind": "adapter", "base": base, **facts}, known
 
     def write_base(self, draft: Path) -> Files:
@@ -426,7 +425,7 @@ class WeightSaver:
     def _claimed(
         self, names_of: Callable[[nn.Module], list[str]], draft: Path | None
     ) -> list[set[str]]:
-        """For each stage here, the names that an earlier stage saves."""
+        """Return, for each stage here, the names that an earlier stage saves."""
         stages, ranks = self.stages, self.ranks
         told = ranks.together(lambda: [(stage.stage, names_of(stage)) for stage in stages], draft)
         everything = [(index, name) for pairs in told for index, names in pairs for name in names]
@@ -474,7 +473,7 @@ class WeightSaver:
 
     def _write_adapter(self, share: WeightShare, draft: Path, base: str) -> None:
         def write() -> list[AdapterShare]:
-            """Writes shares; returns them with files in the place of tensors."""
+            """Write shares; return them with files in the place of tensors."""
             parts = []
             for one in share.adapters:
                 levels = {}

@@ -56,7 +56,7 @@ class HostCopies:
         return place.copy_(tensor.detach(), non_blocking=is_queued)
 
     def wait(self) -> None:
-        """Returns when all copies are there; what they were made of may change from then on."""
+        """Wait for all copies; their sources may change from then on."""
         for device in self._coming:
             torch.get_device_module(device).current_stream(device).synchronize()
         self._coming.clear()
@@ -123,7 +123,7 @@ WEIGHTS = "weights"
 
 @torch.no_grad()
 def disk_state(stage: Stage, claimed: set[str]) -> dict[str, torch.Tensor]:
-    """What a stage saves: name on disk -> tensor, without adapters.
+    """Return the tensors that a stage saves, by name on disk, without adapters.
 
     Args:
         claimed: names in memory that an earlier stage saves: a tied weight is saved once.
@@ -159,7 +159,7 @@ def disk_state(stage: Stage, claimed: set[str]) -> dict[str, torch.Tensor]:
 def copy_state(
     state: dict[str, torch.Tensor], stage: nn.Module, copies: HostCopies
 ) -> dict[str, torch.Tensor]:
-    """A state on the host that training does not change; what is no view of a weight stays."""
+    """Copy a state to the host, apart from training; tensors that are not views of weights stay."""
     weights = {
         value.untyped_storage().data_ptr()
         for value in (*stage.parameters(), *stage.buffers())
@@ -176,7 +176,7 @@ def copy_state(
 
 
 def split_state(state: dict[str, torch.Tensor], max_bytes: int) -> list[Shard]:
-    """Cuts a state into shards of at most `max_bytes`; a greater tensor is alone in its shard."""
+    """Cut a state into shards of at most `max_bytes`; a greater tensor is alone in its shard."""
     shards: list[Shard] = []
     size = 0
     for name in sorted(state):
@@ -190,7 +190,7 @@ def split_state(state: dict[str, torch.Tensor], max_bytes: int) -> list[Shard]:
 
 
 def shard_name(number: int, count: int) -> str:
-    """The file name of a shard, counted from 1, as the library writes it."""
+    """The file name of a shard, counted from 1, as transformers writes it."""
     return SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
@@ -220,13 +220,13 @@ def save_config(stage: Stage, folder: Path) -> None:
     if stage.config is None:
         return
     config = copy.deepcopy(stage.config)
-    for name in getattr(stage, "cached_configs", ()):  # off in training alone
+    for name in getattr(stage, "cached_configs", ()):  # training turns it off
         (getattr(config, name) if name else config).use_cache = True
     if stage.whole is not None:
         config.architectures = [type(stage.whole).__name__]
         config.dtype = str(stage.whole.dtype).removeprefix("torch.")
         if stage.whole.is_remote_code():
-            # annotated for a dict, it takes what the library itself gives it: a configuration
+            # annotated for a dict, it takes a configuration, which transformers itself gives it
             custom_object_save(stage.whole, folder, config=config)  # type: ignore[arg-type]
         if stage.whole.can_generate():
             stage.whole.generation_config.save_pretrained(folder)

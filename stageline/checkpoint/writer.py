@@ -1,4 +1,4 @@
-"""Save a run while it goes on: copy to the host at once, write in the background.
+"""Save a run while it trains: copy to the host at once, write in the background.
 
 At most one checkpoint is being written. Ranks agree over a process group of their own, so that
 their training threads may talk at the same time. An error stops the run at the next step.
@@ -83,7 +83,7 @@ def no_checkpoint_left(skipped: Sequence[Skipped]) -> CheckpointError:
     reasons = "\n".join(f"  {path.name}: {reason}" for path, reason in skipped)
     return CheckpointError(
         f"none of the {len(skipped)} checkpoints in {folder} is whole. Give a checkpoint from "
-        f"elsewhere by its path, or choose another `output_dir` to start anew.\n{reasons}"
+        f"elsewhere by its path, or choose another `output_dir` to start again.\n{reasons}"
     )
 
 
@@ -132,7 +132,7 @@ def set_aside(folder: Path, *, after: int) -> list[Path]:
 def remove_checkpoint(folder: Path) -> None:
     """Under another name first: what is called a checkpoint is whole at any time."""
     gone = folder.with_name(draft_name(folder))
-    with contextlib.suppress(OSError):  # somebody else may have removed it
+    with contextlib.suppress(OSError):  # another process may have removed it
         os.rename(folder, gone)
     discard(gone)
 
@@ -145,11 +145,11 @@ class CheckpointWriter:
         stages: of this rank, filled and wrapped; weights that replicas share out are gathered.
         parameters: what the optimizer updates, by name.
         rows: of parameters of which this rank holds a share.
-        with_weights: save `parameters` to the bit, beside the weights in their own type.
-        group: all ranks, over gloo, used by nobody else; None: this process is alone.
+        with_weights: save `parameters` to the bit, in addition to the weights in their own type.
+        group: all ranks, over gloo, with no other use; None: there is one process.
         dp_rank: only the first replica writes what all of them have.
         keep: how many checkpoints stay; 0: all.
-        waits: write before training goes on; needs no copies.
+        waits: write before training continues; needs no copies.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class CheckpointWriter:
         self._said: list[str] = []
 
     def save(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Save the state after `step` optimizer steps, and what the run needs besides to go on.
+        """Save the state after `step` optimizer steps, and what else the run needs to resume.
 
         Raises:
             StorageError, UserError: this or the checkpoint before could not be written.

@@ -1,4 +1,4 @@
-"""How a run ends. The rank that failed first reports; the others end quietly with its exit code.
+"""End a run. The rank that failed first reports; the others end quietly with its exit code.
 
 A rank that fails writes an error file for the agent that has started it, before its sockets close.
 When one rank dies, its neighbours lose their connections: they wait a moment, in which the agent
@@ -32,17 +32,17 @@ from stageline.errors import INTERRUPTED, HangError
 from stageline.progress import Progress
 
 SECONDS_FOR_THE_CAUSE = 2.0
-_ending = threading.Lock()  # of the thread that ends this process
+_ending = threading.Lock()  # held by the thread that ends this process
 
 
 def name_stages(stages: Sequence[int]) -> None:
-    """Tells which stages of the model this rank runs, for its report."""
+    """Set the stages of the model that this rank runs, for its report."""
     failure_record.stages_here[:] = stages
     failure_record.leave_stages()
 
 
 def run_entry(main: Callable[[], int | None]) -> NoReturn:
-    """Runs an entry file's `main` and ends the process.
+    """Run an entry file's `main` and end the process.
 
     Exit codes: what `main` returns (None is 0); an exception's `exit_code` (2 for a wrong option, 3
     for bad data; stageline/errors.py has all), printed without a traceback; 7 where memory is
@@ -57,17 +57,18 @@ def run_entry(main: Callable[[], int | None]) -> NoReturn:
         end_stopped(stop.words_before_the_first_step(), stop.stop_code() or INTERRUPTED)
     except Exception as error:
         trace = error.__traceback__
-        end_failed(error.with_traceback(trace and trace.tb_next))  # less the frame of this file
+        # the frame of this file is left out
+        end_failed(error.with_traceback(trace and trace.tb_next))
     code = code or stop.stop_code()
-    stop.begin_to_end()  # the watchdog is to ask nothing of an interpreter that ends
-    if code:  # it is no failure without a word
+    stop.begin_to_end()  # the watchdog must not use an interpreter that ends
+    if code:  # a failure is always recorded
         leave_error_file(record_here("", code, ""))
     close_log()
     sys.exit(code)
 
 
 def end_failed(error: BaseException) -> NoReturn:
-    """Ends this process because of an exception."""
+    """End this process because of an exception."""
     if not is_lost_connection(error):
         _end(record_of(error))
     record = record_of(error, is_secondary=True)
@@ -80,17 +81,17 @@ def end_failed(error: BaseException) -> NoReturn:
 
 
 def end_stopped(message: str, code: int, *, kind: str = "") -> NoReturn:
-    """Ends all ranks at once because of a signal, without waiting for a save."""
+    """End all ranks at once because of a signal, without waiting for a save."""
     _end(record_here(kind, code, message))
 
 
 def end_hung(message: str, *, where: Progress) -> NoReturn:
-    """Ends all ranks because this one makes no progress since `where`."""
+    """End all ranks because this one makes no progress since `where`."""
     _end(record_here(HangError.kind, HangError.exit_code, message, at=where))
 
 
 def tell(record: FailureRecord) -> None:
-    """Prints a report, and writes failure.json."""
+    """Print a report, and write failure.json."""
     write_first(record)
     if record.message:
         sys.stdout.flush()
@@ -99,7 +100,7 @@ def tell(record: FailureRecord) -> None:
 
 
 def _end(record: FailureRecord, *, patience: float = 0.0) -> NoReturn:
-    """Ends the process at once, or after `patience` seconds in which an agent may end it."""
+    """End the process at once, or after `patience` seconds in which an agent may end it."""
     stop.hold_main_thread()
     stop.begin_to_end()
     with contextlib.suppress(ValueError):  # not in another thread

@@ -1,4 +1,4 @@
-"""What is told of one failure: the line, `failure.json`, and the error file for torch's agent."""
+"""Report of one failure: the line, `failure.json`, and the error file for torch's agent."""
 
 import contextlib
 import errno
@@ -65,7 +65,7 @@ def classify(error: BaseException) -> tuple[BaseException, str, int]:
 def is_lost_connection(error: BaseException) -> bool:
     """Whether an exception tells of a neighbour's death, not of a cause."""
     if any(isinstance(getattr(cause, "exit_code", None), int) for cause in chain(error)):
-        return False  # somebody found out what it means
+        return False  # its exit code is known, so the cause is too
     return any(
         isinstance(cause, ConnectionError)
         or type(cause).__name__ in ("DistBackendError", "DistNetworkError")
@@ -75,7 +75,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def bytes_asked(error: BaseException) -> int | None:
-    """What the text of an error of memory says that was asked for."""
+    """Return the bytes that failed to allocate, by the text of the error; None: it has none."""
     found = _ASKED.search(str(error))
     if found is None:
         return None
@@ -84,7 +84,7 @@ def bytes_asked(error: BaseException) -> int | None:
 
 
 MAX_TRACEBACK = 20_000  # characters, their end
-stages_here: list[int] = []  # of the model, that this rank runs
+stages_here: list[int] = []  # this rank runs these stages of the model
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class FailureRecord:
         return "".join(f" {name}={value}" for name, value in parts.items() if value is not None)
 
     def report(self) -> str:
-        """All lines; the headline is the first, and the last of several."""
+        """Return all lines; the headline comes first, and again at the end of several lines."""
         lines = [self.headline, *self.message.splitlines()[1:]]
         if self.traceback and not self.log and self.kind and self.code == CRASH:
             lines += self.traceback.rstrip().splitlines()
@@ -150,7 +150,7 @@ class FailureRecord:
 
 
 def read_record(told: Mapping[str, Any]) -> FailureRecord:
-    """A record from JSON; what it does not know is left out."""
+    """Return a record from JSON; unknown fields are left out."""
     known = {field.name for field in fields(FailureRecord)}
     given = {name: value for name, value in told.items() if name in known}
     return FailureRecord(**{**given, "stages": tuple(given.get("stages", ()))})
@@ -162,7 +162,7 @@ def first_of(records: Sequence[FailureRecord]) -> FailureRecord:
 
 
 def on_full_memory(describe: Callable[[], str]) -> None:
-    """Registers what says, where memory is full, what fills it and what to do; the last wins."""
+    """Register a function that reports the contents of a full memory and the cure; last wins."""
     _Run.describe_memory = describe
 
 
@@ -237,13 +237,13 @@ FOLDER = "failures"
 
 
 class _Run:
-    """What is known of this run.
+    """State of this run, for its reports.
 
     Attributes:
         began: when this process entered its entry file.
-        log: where signals write to.
+        log: signals write to it.
         armed_by: the process whose timer writes stacks.
-        describe_memory: says, where memory is full, what fills it and what to do.
+        describe_memory: reports the contents of a full memory, and the cure.
     """
 
     began: float = 0.0
@@ -254,12 +254,12 @@ class _Run:
 
 
 def begin() -> None:
-    """Notes that an entry file begins."""
+    """Note that an entry file begins."""
     _Run.began = time.time()
 
 
 def tell_run_folder(path: str | Path) -> None:
-    """Tells where files may go; what an earlier start left there is taken away by one process."""
+    """Set the folder of reports; one process removes the files of an earlier start there."""
     _Run.folder = Path(path)
     rank = os.environ.get("RANK")
     if rank in (None, "0"):
@@ -273,7 +273,7 @@ def tell_run_folder(path: str | Path) -> None:
 
 
 def open_log() -> None:
-    """Opens the log of this rank, so that a signal like SIGSEGV leaves the lines of its threads."""
+    """Open the log of this rank, so that a signal like SIGSEGV leaves the lines of its threads."""
     if _Run.folder is None:
         return
     with contextlib.suppress(OSError):
@@ -284,7 +284,7 @@ def open_log() -> None:
 
 
 def close_log() -> None:
-    """Ends `open_log`; an empty log goes, and the folder if it is the last one."""
+    """End `open_log`; an empty log is removed, and the folder after the last one."""
     log, _Run.log = _Run.log, None
     if log is None:
         return
@@ -300,7 +300,7 @@ def close_log() -> None:
 
 
 def write_stacks_after(seconds: float) -> None:
-    """Writes the stacks of all threads into the log, unless called again before."""
+    """Write the stacks of all threads into the log, unless called again before."""
     if _Run.log is not None and seconds > 0:
         with contextlib.suppress(OSError, ValueError):  # it was just closed
             faulthandler.dump_traceback_later(seconds, file=_Run.log)
@@ -326,7 +326,7 @@ def _log_of(rank: int) -> Path:
 
 
 def keep_traceback(record: FailureRecord) -> FailureRecord:
-    """Writes the traceback into the rank's log; the record with its log, if that stands."""
+    """Write the traceback into the rank's log; the record with its log, if that stands."""
     if _Run.folder is None or not record.traceback or record.kind == UserError.kind:
         return record  # a wrong option is not of this folder's run
     try:
@@ -340,17 +340,17 @@ def keep_traceback(record: FailureRecord) -> FailureRecord:
 
 
 def write_first(record: FailureRecord) -> None:
-    """Writes failure.json: the failure that ended the run."""
+    """Write failure.json: the failure that ended the run."""
     if _Run.folder is not None and record.kind not in ("", UserError.kind):
         with contextlib.suppress(OSError):
             _Run.folder.mkdir(parents=True, exist_ok=True)
             _write(_Run.folder / FILE, asdict(record))
 
 
-LAUNCHER = "STAGELINE_LAUNCHER"  # the process id of ours, for its workers
+LAUNCHER = "STAGELINE_LAUNCHER"  # the process id of the launcher, for its workers
 
 # Files of torch's agent, below its own folder of logs: ATTEMPT/RANK/error.json in the form that its
-# `ErrorHandler` writes, with the record in it; beside it the stages of the rank.
+# `ErrorHandler` writes, with the record in it; the stages of the rank are next to it.
 
 
 def _error_file() -> Path | None:
@@ -359,7 +359,7 @@ def _error_file() -> Path | None:
 
 
 def leave_error_file(record: FailureRecord) -> None:
-    """Tells the agent why this rank ends."""
+    """Report to the agent why this rank ends."""
     path = _error_file()
     if path is not None:
         extra = {"py_callstack": record.report(), "timestamp": str(record.time_ns // 10**9)}
@@ -369,7 +369,7 @@ def leave_error_file(record: FailureRecord) -> None:
 
 
 def leave_stages() -> None:
-    """Tells the launcher which stages this rank runs."""
+    """Report to the launcher which stages this rank runs."""
     path = _error_file()
     if path is not None:
         with contextlib.suppress(OSError):
@@ -382,7 +382,7 @@ def is_first_to_report() -> bool:
     if LAUNCHER in os.environ or path is None:
         return path is None
     try:
-        # other files of this attempt lie in the folders of the ranks
+        # other files of this attempt are in the folders of the ranks
         path.parents[1].joinpath("reported").touch(exist_ok=False)
     except OSError:
         return False

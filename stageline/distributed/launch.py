@@ -1,4 +1,4 @@
-"""Starts the processes of a run from a plain `python train_pp.py`, by the agent of torchrun.
+"""Start the processes of a run from a plain `python train_pp.py`, by the agent of torchrun.
 
 The agent starts them, notices within 0.1 s that one has ended, and ends the others. What this adds:
 one line that says which rank failed first and why, and its exit code.
@@ -30,8 +30,8 @@ from stageline.distributed.watchdog import WatchdogRules, start_watchdog
 from stageline.errors import CRASH
 
 SECONDS_TO_SAVE = 30.0  # beyond the deadline of the workers, who are then about to end
-SECONDS_TO_END = 5  # of a rank that is left, before SIGKILL
-# what ends the ranks that are left: no worker handles it, so none tries to save
+SECONDS_TO_END = 5  # a rank that is left gets this long before SIGKILL
+# this signal ends the ranks that are left: no worker handles it, so none tries to save
 END_SIGNAL = signal.SIGUSR2
 _HINTS = {
     signal.SIGKILL: "the system may have run out of memory",
@@ -46,7 +46,7 @@ def launch_if_needed(
     argv: Sequence[str] | None = None,
     rules: WatchdogRules = DEFAULT_RULES,
 ) -> None:
-    """Returns in a worker, and where one process is enough; otherwise starts workers and exits.
+    """Return in a worker, and where one process is enough; otherwise start workers and exit.
 
     Args:
         num_processes: workers, all on this machine.
@@ -62,7 +62,7 @@ def launch_if_needed(
 
 
 def _launch(num_processes: int, *, argv: list[str], patience: float) -> NoReturn:
-    """Runs workers until they have ended.
+    """Run workers until they have ended.
 
     Args:
         patience: seconds that they may take to save after a signal; 0: any number.
@@ -81,7 +81,7 @@ def _launch(num_processes: int, *, argv: list[str], patience: float) -> NoReturn
     close = PContext.close
 
     def close_in_time(self: PContext, death_sig: Any = None, timeout: float = 0) -> None:
-        """Passes a signal on with time to save; ends what is left when a rank has failed.
+        """Pass a signal on with time to save; end the other ranks when one has failed.
 
         The agent names no signal then, and gives the others 30 s after a SIGTERM. A choice of the
         time to save came with torch 2.13.
@@ -92,7 +92,7 @@ def _launch(num_processes: int, *, argv: list[str], patience: float) -> NoReturn
             close(self, death_sig, int(patience + SECONDS_TO_SAVE) if patience else 10**6)
 
     PContext.close = close_in_time  # type: ignore[method-assign]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: processes share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too: processes share the cores
     os.environ[LAUNCHER] = str(os.getpid())
     release_signals()
     passed_on = [signum for signum in CODES if signal.getsignal(signum) != signal.SIG_IGN]
@@ -123,7 +123,7 @@ def _launch(num_processes: int, *, argv: list[str], patience: float) -> NoReturn
         first = first_failure(Path(folder), codes, num_ranks=num_processes)
     if first is not None:
         tell(first)
-    # workers that handle no signal yet die of it, without a word
+    # workers that handle no signal yet die of it, without a report
     sys.exit(first.code if first is not None else asked)
 
 

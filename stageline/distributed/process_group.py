@@ -28,7 +28,7 @@ LONGEST_FETCH = timedelta(days=2)  # that ranks wait for one whose weights come 
 
 
 def crossings(machine_of_rank: Sequence[int], *, num_ranks: int) -> list[tuple[int, int]]:
-    """The borders that lie between two machines: (replica, rank of the pipeline before it)."""
+    """Return the stage boundaries between two machines: (replica, pipeline rank before it)."""
     return [
         divmod(rank, num_ranks)
         for rank, (here, there) in enumerate(pairwise(machine_of_rank))
@@ -37,7 +37,7 @@ def crossings(machine_of_rank: Sequence[int], *, num_ranks: int) -> list[tuple[i
 
 
 def explain_placement(machine_of_rank: Sequence[int], *, num_ranks: int) -> str:
-    """Which borders cross machines, and what to change where a pipeline crosses needlessly.
+    """Describe the stage boundaries between machines, and the cure for needless ones.
 
     Args:
         machine_of_rank: the machine's number of each rank, in order of ranks.
@@ -61,7 +61,7 @@ def explain_placement(machine_of_rank: Sequence[int], *, num_ranks: int) -> str:
 
 
 def _warn(needless: Sequence[int], per_machine: int, num_ranks: int) -> str:
-    """What a user changes so that these replicas cross no more than they must."""
+    """Return a warning with the launch options that avoid the crossings of these replicas."""
     fitting = [n for n in range(1, per_machine + 1) if per_machine % n == 0]
     if num_ranks <= per_machine:
         whole = per_machine // num_ranks * num_ranks
@@ -83,14 +83,14 @@ def _count(number: int, word: str) -> str:
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """Where this process stands.
+    """Place of this process among the processes and devices of a run.
 
     Attributes:
         rank, world_size: among all processes of the run.
         local_rank: among those of this machine.
         num_replicas, dp_rank: data-parallel copies of the pipeline, and which one this is.
         num_ranks, pp_rank: processes of one pipeline, and which one this is.
-        device: of this process, where tensors lie that ranks exchange.
+        device: of this process, and of the tensors that ranks exchange.
         channels: of this rank, see `open_channels`; empty where one group is enough.
         lanes: the devices that stages stream through; empty: they compute on `device`.
     """
@@ -109,7 +109,7 @@ class DistributedContext:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Where this process computes."""
+        """Devices on which this process computes."""
         return self.lanes or (self.device,)
 
     @property
@@ -136,7 +136,7 @@ def distributed_context(
     timeout: float = 600.0,
     pairs: Sequence[tuple[int, int]] = (),
 ) -> Iterator[DistributedContext]:
-    """Joins the processes of the run, and leaves them when the block ends without an exception.
+    """Join the processes of the run, and leave them when the block ends without an exception.
 
     Args:
         num_ranks: processes of one pipeline; the number of processes is a multiple of it.
@@ -147,7 +147,7 @@ def distributed_context(
     Raises:
         UserError: processes and ranks do not fit, or there are too few devices.
     """
-    # as torchrun sets them; one process without it
+    # torchrun sets these; without it there is one process
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -185,7 +185,7 @@ def distributed_context(
     except SystemExit as error:
         raise RuntimeError(
             f"sys.exit({error.code!r}) was called in the middle of the run, which the other ranks "
-            "go on with: return from main, or raise an error"
+            "continue: return from main, or raise an error"
         ) from error
     # not in a `finally`: after an exception closed sockets would make the neighbours report first
     dist.barrier()
@@ -237,11 +237,11 @@ def open_channels(
 
 
 def choose_device(device: str, *, local_rank: int, local_world_size: int) -> torch.device:
-    """The device of one process.
+    """Return the device of one process.
 
     Raises:
         UserError: there are fewer accelerators than processes on this machine, and they were asked
-            for, or "auto" where there is one: a run on the CPU beside them is what nobody wanted.
+            for, or "auto" where there is one: "auto" never falls back to the CPU next to a GPU.
     """
     found = stage_devices(device)
     if found[0].type == "cpu":
@@ -258,10 +258,10 @@ def choose_device(device: str, *, local_rank: int, local_world_size: int) -> tor
 
 
 def wait_for_weights(folder: str | Path | None) -> None:
-    """Waits for ranks that still fetch weights from a hub, longer than an exchange may take.
+    """Wait for ranks that still fetch weights from a hub, longer than an exchange may take.
 
     Args:
-        folder: of the weights; if it is in no cache of a hub, nobody waits.
+        folder: of the weights; if it is in no cache of a hub, no rank waits.
     """
     is_fetched = folder is not None and name_of(folder) is not None
     if is_fetched and dist.is_initialized() and dist.get_world_size() > 1:
@@ -270,7 +270,7 @@ def wait_for_weights(folder: str | Path | None) -> None:
 
 
 def warm_up(context: DistributedContext) -> None:
-    """Opens the connections of this pipeline in a fixed order.
+    """Open the connections of this pipeline in a fixed order.
 
     They are otherwise made at the first exchange of each pair, inside a schedule, where two pairs
     that open at the same time have deadlocked.
@@ -370,7 +370,7 @@ class LargestOfReplicas:
 
 @contextmanager
 def _naming_the_port() -> Iterator[None]:
-    """Says in our words that another program listens where the ranks were to meet."""
+    """Raise a UserError where another program listens on the port of the ranks."""
     try:
         yield
     except (RuntimeError, OSError) as error:  # torch's own error is a RuntimeError

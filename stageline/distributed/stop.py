@@ -1,7 +1,7 @@
 """Signals that ask for a stop: SIGINT (Ctrl-C), SIGTERM, and SIGUSR1, the early one of Slurm.
 
-The first asks the run to save after the step that goes on; a second one, which is not the early
-one, ends it at once. SIGHUP of a closed terminal is as SIGTERM.
+The first asks the run to save after the current step; a second one, which is not the early one,
+ends it at once. SIGHUP of a closed terminal counts as SIGTERM.
 Python runs handlers between bytecodes, and none runs while the main thread waits inside gloo. So
 the system's part of a handler writes a byte into a socket, and a thread of its own reads it.
 """
@@ -25,14 +25,14 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_helpers() -> None:
-    """Kills what this process has started to load data; it may hang, and would outlive us."""
+    """Kill the data workers of this process; they may hang, and would outlive it."""
     for child in multiprocessing.active_children():
         with contextlib.suppress(Exception):
             child.kill()
 
 
 def die_with_parent() -> None:
-    """Lets the system kill this process as soon as its parent ends, also if it hangs."""
+    """Let the system kill this process as soon as its parent ends, also if it hangs."""
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -52,13 +52,13 @@ Leave = Callable[[str, int], object]
 
 @dataclass
 class _Stop:
-    """What was asked for.
+    """State of the request to stop.
 
     Attributes:
-        is_read: somebody looks at the flag after each step.
-        signum, asked_at: the first signal, of this rank or another, and when it was heard of.
-        times: of the early signal (True) and all others (False): when the first came, its name.
-        is_raised: the main thread was interrupted, or is not to be.
+        is_read: the run reads the flag after each step.
+        signum, asked_at: the first signal, of this rank or another, and the time of its receipt.
+        times: for the early signal (True) and all others (False): time and name of the first.
+        is_raised: the main thread was interrupted, or must not be.
         code: the exit code that all ranks have agreed on.
     """
 
@@ -72,12 +72,12 @@ class _Stop:
 
 @dataclass(frozen=True)
 class StopWords:
-    """What a person is told who asks for a stop; by default of a training run.
+    """Messages about a stop; by default those of a training run.
 
     Attributes:
-        first, again: what the first signal does, and a second one of its kind.
-        early: of a stop before there was anything to save.
-        at_once: after a second signal.
+        first, again: effect of the first signal, and of a second one of its kind.
+        early: message of a stop before there was anything to save.
+        at_once: message after a second signal.
     """
 
     first: str = "Stopping after this step"
@@ -93,7 +93,7 @@ _installed_by: int | None = None
 
 
 def install_stop_handler(leave: Leave) -> None:
-    """Makes signals set the flag that `stop_requested()` reads.
+    """Make signals set the flag that `stop_requested()` reads.
 
     Args:
         leave: ends the process, with a report and an exit code; called from another thread.
@@ -115,13 +115,13 @@ def install_stop_handler(leave: Leave) -> None:
 
 
 def speak_of_stops(words: StopWords) -> None:
-    """Has this process tell of stops in other words than a training run's."""
+    """Set the messages about stops in this process, in place of those of a training run."""
     global _words
     _words = words
 
 
 def release_signals() -> None:
-    """Takes the handlers away: for a process that turns out to be a launcher."""
+    """Remove the handlers: for a process that turns out to be a launcher."""
     _ending.set()
     signal.set_wakeup_fd(-1)
 
@@ -133,12 +133,12 @@ def stop_requested() -> bool:
 
 
 def asked() -> tuple[int, float] | None:
-    """The signal that asked for a stop, and when; unlike `stop_requested()` it promises nothing."""
+    """Return the signal that asked for a stop, and its time; this promises no clean stop."""
     return None if _stop.signum is None else (_stop.signum, _stop.asked_at)
 
 
 def ask(signum: int) -> None:
-    """Sets the flag, if it is not set; rank 0 says so."""
+    """Set the flag, if it is not set; rank 0 prints that."""
     if _stop.signum is not None:
         return
     _stop.asked_at = time.monotonic()
@@ -157,7 +157,7 @@ def stop_code() -> int:
 
 
 def settle(code: int) -> None:
-    """Notes what the ranks have agreed on at the end: from here on signals are passed over."""
+    """Note the exit code that the ranks agreed on at the end; signals are ignored from here on."""
     _stop.code = code
     _ending.set()
 
@@ -168,7 +168,7 @@ def hold_main_thread() -> None:
 
 
 def begin_to_end() -> None:
-    """Signals are passed over from here on: this process reports, and ends."""
+    """Ignore signals from here on: this process reports, and ends."""
     _ending.set()
 
 
@@ -183,7 +183,7 @@ def name_of(signum: int) -> str:
 
 
 def _interrupt_the_start(signum: int, frame: FrameType | None) -> None:
-    """Runs in the main thread, as soon as Python code does."""
+    """Run in the main thread, as soon as Python code does."""
     if not (_stop.is_read or _stop.is_raised or _ending.is_set()):
         _stop.is_raised = True
         ask(signum)
@@ -213,7 +213,7 @@ def _heed(signum: signal.Signals, leave: Leave) -> None:
 
 
 def words_before_the_first_step() -> str:
-    """What a run says that was stopped while it started."""
+    """Return the message of a run that was stopped while it started."""
     how = "Interrupted"
     if _stop.signum not in (None, signal.SIGINT):
         how = f"Stopped by {name_of(_stop.signum)}"

@@ -22,13 +22,13 @@ MOST_SECONDS_TO_WAIT = 120.0
 
 @dataclass(frozen=True)
 class WatchdogRules:
-    """When a rank ends.
+    """Time limits after which a rank ends.
 
     Attributes:
-        hang_timeout: seconds that one operation may take, from the first step on; 0: any number.
+        hang_timeout: seconds that one operation may take, from the first step on; 0: no limit.
             A rank that waits for another one gets twice as many, at most 120 s more: the other one,
-            which hangs, is to report.
-        stop_deadline: seconds between a signal and the end of the step and its save; 0: any number.
+            which hangs, should report.
+        stop_deadline: seconds between a signal and the end of the step and its save; 0: no limit.
     """
 
     hang_timeout: float = 0.0
@@ -36,7 +36,7 @@ class WatchdogRules:
 
 
 def start_watchdog(rules: WatchdogRules) -> None:
-    """Starts the watchdog of this process; ends the process if its launcher has ended already."""
+    """Start the watchdog of this process; end the process if its launcher has ended already."""
     launcher = None
     if LAUNCHER in os.environ:
         launcher = int(os.environ[LAUNCHER])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MicroBatch = dict[str, torch.Tensor]
 Piece = tuple[torch.Tensor, MicroBatch]
-# hidden states -> those of each chunk, neighbours by so many tokens, and what is made of its logits
+# hidden states -> for each chunk of tokens its hidden states, and the function over its logits
 Chunks = Callable[[torch.Tensor], Iterator[tuple[torch.Tensor, Callable[..., torch.Tensor]]]]
 
 
@@ -117,11 +117,11 @@ class ChunkedLogits:
     ) -> torch.Tensor:
         """Numbers of each token that is asked about, [B, T, K]; 0 elsewhere.
 
-        The head runs over these tokens alone. Gradients reach the hidden states and the head.
+        The head runs over these tokens only. Gradients reach the hidden states and the head.
 
         Args:
             function: (logits [C, V], labels [C]) -> [C, K].
-            labels_BT: what each token is to predict.
+            labels_BT: the token that each token should predict.
         """
         places_N = is_asked_BT.flatten().nonzero().flatten()
         labels_N = labels_BT.flatten()[places_N]
@@ -140,7 +140,7 @@ class ChunkedLogits:
 
 
 class LossByToken:
-    """A loss_fn part that reads logits by token alone; takes hidden states in their place.
+    """A loss_fn part that reads logits only token by token; takes hidden states in their place.
 
     Args:
         loss_fn: a loss_fn part that takes `ChunkedLogits` for logits.
@@ -159,12 +159,12 @@ class LossByToken:
         self.logits_of = functools.partial(ChunkedLogits, whole=whole, chunk=chunk)
 
     def __call__(self, hidden_BTH: torch.Tensor, micro_batch: MicroBatch, **given: Any) -> Any:
-        """What the part returns; see `ChunkedLoss`."""
+        """Return the result of the part; see `ChunkedLoss`."""
         return self.loss_fn(self.logits_of(hidden_BTH), micro_batch, **given)
 
 
 class _BaseOutput:
-    """What a base model returns, as far as heads read it."""
+    """Output of a base model, as far as heads read it."""
 
     def __init__(self, hidden_BTH: torch.Tensor) -> None:
         self.last_hidden_state = hidden_BTH
@@ -203,7 +203,7 @@ class _BaseStub(nn.Module):
         return _BaseOutput(inputs_embeds)
 
     def refusal(self, reason: str) -> UserError:
-        """Says why this model's head cannot run alone."""
+        """Return the error of a model whose head cannot run alone."""
         return UserError(
             f"{self.headed_name} {reason}, so its head can't run alone. Drop `logits_chunk`."
         )
@@ -245,14 +245,14 @@ def head_of(whole: "PreTrainedModel | None") -> Head:
 
 
 class _Work:
-    """What is made of the logits of a micro-batch: once forward, once more for the backward pass.
+    """Work over the logits of a micro-batch: once forward, once more for the backward pass.
 
-    Two nodes of the graph share it. A backward pass that asks for the gradient of the hidden states
-    alone, as those of zero-bubble schedules do, leaves the second one alone.
+    Two nodes of the graph share it. A backward pass that asks only for the gradient of the hidden
+    states, as those of zero-bubble schedules do, does not run the second one.
 
     Args:
         chunk: tokens by which neighbouring chunks lie apart.
-        is_sum: what is made of chunks is added up; else it is put together.
+        is_sum: results of chunks are added up; else they are concatenated.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class _Work:
 
 
 def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> None:
-    """Adds in place; in float32 at least, so that many chunks lose no small contributions."""
+    """Add in place; in float32 at least, so that many chunks lose no small contributions."""
     for index, grad in enumerate(found):
         if grad is None:
             continue
@@ -328,7 +328,7 @@ def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None]) 
 
 
 class _HiddenGradients(torch.autograd.Function):
-    """What is made; its backward pass gives the gradient of the hidden states."""
+    """Node that returns the result; its backward pass gives the gradient of the hidden states."""
 
     @staticmethod
     def forward(ctx: Any, work: _Work, hidden_BTH: torch.Tensor) -> torch.Tensor:

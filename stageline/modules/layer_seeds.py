@@ -1,9 +1,9 @@
-"""Random numbers of a training step that follow from seed, step, micro-batch and layer alone.
+"""Random numbers of a training step that follow only from seed, step, micro-batch and layer.
 
-Every layer of the whole model begins with a seed of its own, and so does what lies between two
-layers; the blocks of a vision tower, too. So dropout masks are the same however the layers are cut
-into stages, in whatever order a schedule runs them, and after a resume. Evaluation draws from
-whatever generator there is.
+Every layer of the whole model begins with a seed of its own, and so do the modules between two
+layers and the blocks of a vision tower. So dropout masks are the same for every split into stages,
+for every order in which a schedule runs them, and after a resume. Evaluation draws from the
+generator as it is.
 """
 
 import functools
@@ -18,12 +18,12 @@ from stageline.seeds import derive_seed, mix_seed, seed_host
 from stageline.stage import Stage
 
 _LOSS = 0
-_EMBEDDING = 1 << 19  # noise on the embeddings, whose turn depends on where a tower lies
-_TOWER = 1 << 20  # behind all places of the decoder: those of a vision tower's blocks
+_EMBEDDING = 1 << 19  # noise on the embeddings, whose turn depends on where a tower is
+_TOWER = 1 << 20  # blocks of a vision tower get places behind all those of the decoder
 
 
 def _before(layer: int) -> int:
-    """The place of what lies between two layers, and before the first and behind the last."""
+    """Return the place of the modules before a layer, or behind the last one."""
     return 2 * layer + 1
 
 
@@ -32,15 +32,15 @@ def _inside(layer: int) -> int:
 
 
 class LayerSeeds:
-    """Seeds the generators of a rank while it trains, from hooks around the layers of its stages.
+    """Seeds of the generators of a rank in training, set by hooks around the layers of its stages.
 
-    The hooks lie outside of what is compiled or recomputed: a layer that is recomputed takes the
-    state that it is to replay when its forward begins, which is after the hook.
+    The hooks stay outside of all that is compiled or recomputed: a layer that is recomputed takes
+    the state that it will replay when its forward begins, which is after the hook.
 
     Args:
         models: stage models; a layer of another stage needs no hook.
-        seed: of the run; None leaves all generators alone.
-        devices: whose generators are seeded beside those of the host.
+        seed: of the run; None: no generator is seeded.
+        devices: their generators are seeded in addition to that of the host.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class LayerSeeds:
         self._generators = generators_of(devices) if seed is not None else []
         self._step: int | None = None
         self._first_micro_batch = 0
-        self._base: int | None = None  # of the micro-batch that runs; None: nothing is seeded
+        self._base: int | None = None  # seed of the micro-batch that runs; None: nothing is seeded
         if seed is not None:
             for model in models:
                 self._put_hooks(model)
 
     def begin(self, step: int, *, first_micro_batch: int = 0) -> None:
-        """A training step begins.
+        """Begin a training step.
 
         Args:
-            first_micro_batch: how many micro-batches of this step other replicas have before ours.
+            first_micro_batch: number of micro-batches of this step on the replicas before this one.
         """
         self._step = step if self.seed is not None else None
         self._first_micro_batch = first_micro_batch

@@ -1,9 +1,9 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): small trainable matrices beside frozen linear layers.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): small trainable matrices next to frozen linear layers.
 
 A wrapped layer `linear` keeps its weight as `linear.lora_module.weight` and gains
 `linear.lora.lora_A.weight` and `linear.lora.lora_B.weight`; wrapping again nests. Works on the meta
-device. Not here: files (see `stageline/checkpoint/adapter.py`) and experts, which the library keeps
-as fused parameters and not as linear layers.
+device. Not here: files (see `stageline/checkpoint/adapter.py`) and experts, which transformers
+keeps as fused parameters and not as linear layers.
 """
 
 import re
@@ -46,9 +46,9 @@ class LoRAWrapper(nn.Module):
         alpha: the adapter's output is scaled by alpha / rank.
         dropout: on the adapter's input.
         use_rslora: it is scaled by alpha / sqrt(rank) (arXiv 2312.03732).
-        use_dora: a magnitude for each output, too; not beside another adapter.
+        use_dora: a magnitude for each output, too; not together with another adapter.
         start: see `init_lora_layer`.
-        dtype: of the adapter; None: the weight's, float32 beside one that holds no floats.
+        dtype: of the adapter; None: the weight's, or float32 where that holds no floats.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LoRAWrapper(nn.Module):
         super().__init__()
         if not is_linear(module):
             raise UserError(
-                f"LoRA goes on a linear layer; {type(module).__name__} is not one. Choose an "
+                f"LoRA needs a linear layer; {type(module).__name__} is not one. Choose an "
                 "nn.Linear or Conv1D, or train the module whole with `modules_to_save`."
             )
         self.lora_module = module
@@ -98,7 +98,7 @@ class LoRAWrapper(nn.Module):
 
 
 class RowChoice:
-    """Which adapter each row of a pass has; the layers of one stage share it.
+    """Adapter of each row of a pass; the layers of one stage share it.
 
     Attributes:
         rows: number of each row's adapter, 0: none; empty: no row has one.
@@ -191,7 +191,7 @@ def _gives_rows(module: nn.Module) -> bool:
     row = torch.zeros(1, module.in_features, dtype=module.weight.dtype, device=module.weight.device)
     try:
         made = module(row)
-    except RuntimeError:  # of another shape
+    except RuntimeError:  # it takes rows of another shape
         return False
     return isinstance(made, torch.Tensor) and made.shape == (1, module.out_features)
 
@@ -346,7 +346,7 @@ def innermost(module: nn.Module) -> Linear:
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Adds every adapter to its weight and takes it away; returns the model.
+    """Add every adapter to its weight and remove it; return the model.
 
     The sum is made in at least float32 and rounded once to the weight's dtype.
 

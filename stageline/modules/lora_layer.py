@@ -17,15 +17,15 @@ from stageline.device import generators_kept, is_accelerator
 from stageline.errors import UserError
 
 MAGNITUDE = "lora_magnitude_vector"
-PLAIN: tuple[type, ...] = (torch.Tensor, nn.Parameter)  # of a weight that is not quantised
-Linear = nn.Linear | Conv1D  # or of another class with the same attributes: a quantised layer
+PLAIN: tuple[type, ...] = (torch.Tensor, nn.Parameter)  # a quantised weight has another type
+Linear = nn.Linear | Conv1D  # a quantised layer has another class with the same attributes
 
 
 class LoRALayer(nn.Module):
-    """The adapter alone: scale * B(A(dropout(x))).
+    """An adapter without its layer: scale * B(A(dropout(x))).
 
     Args:
-        in_features, out_features: of the layer beside it.
+        in_features, out_features: of the layer that it adapts.
         rank: rows of A.
         scale: alpha / rank, or alpha / sqrt(rank).
         dropout: on the input, in training.
@@ -107,7 +107,7 @@ class LoRALayer(nn.Module):
     def forward_dora(self, x: torch.Tensor, result: torch.Tensor, base: Linear) -> torch.Tensor:
         """Return what DoRA adds to the output `result` of the layer `base`, as `peft` does.
 
-        With dropout the whole direction, and not the low rank alone, sees the thinned input.
+        With dropout the whole direction, and not only the low rank, sees the thinned input.
         """
         x = x.to(self.lora_A.weight.dtype)
         weight = dense_weight(base).to(x.dtype)
@@ -178,8 +178,8 @@ def put_weight(module: Linear, weight: torch.Tensor, *, why: str) -> None:
     """
     if is_quantised(module):
         raise UserError(
-            f"{why} came with a quantised base, whose weights cannot change without another "
-            "rounding. Leave the quantisation out, or this."
+            f"{why} does not work with a quantised base, whose weights cannot change without "
+            "another rounding. Drop one of the two."
         )
     old = module.weight
     value = weight.T if isinstance(module, Conv1D) else weight
@@ -189,7 +189,7 @@ def put_weight(module: Linear, weight: torch.Tensor, *, why: str) -> None:
 # How an adapter starts: as `peft` does it, and the same for any number of stages.
 # Each layer draws from a seed of its own, made of the run's seed and the layer's full name. PiSSA
 # (arXiv 2404.02948) puts the principal singular values of a weight into A and B and leaves the rest
-# as the weight, so that outputs are what they were.
+# the dtype is that of the weight, so that outputs are what they were.
 
 PISSA = "pissa"
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -212,8 +212,8 @@ def init_lora_layer(
 
     Args:
         name: the layer's full name, which with `seed` decides the draw on any device.
-        base: the linear layer beside it, which PiSSA changes and whose norms DoRA starts with.
-        taken: of PiSSA the (A, B) of an earlier start of this run, which are computed no more.
+        base: the linear layer that it adapts, which PiSSA changes and whose norms DoRA starts with.
+        taken: for PiSSA, the (A, B) of an earlier start of this run, instead of computing them.
     """
     if layer.lora_A.weight.is_meta:
         return
@@ -225,7 +225,7 @@ def init_lora_layer(
             # from the even and the odd rows of one orthogonal matrix: B A is zero
             if (rank := layer.rank) % 2:
                 raise UserError(
-                    f"`lora_init` orthogonal came with rank {rank}, an even one is needed. Set "
+                    f"`lora_init` orthogonal needs an even rank, and this is {rank}. Set "
                     f"`lora_rank` {rank + 1}."
                 )
             rows = torch.linalg.qr(torch.randn(rank, rank, generator=generator))[0]
@@ -254,16 +254,16 @@ def _start_pissa(
 ) -> None:
     if base is None or is_quantised(base):
         raise UserError(
-            f"`lora_init` {layer.start} came with a quantised base; it takes a part out of plain "
-            "weights. Use `lora_init` default."
+            f"`lora_init` {layer.start} does not work with a quantised base, as it takes a part "
+            "out of plain weights. Use `lora_init` default."
         )
     weight = dense_weight(base)
     exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
     rank, pair = layer.rank, taken
     if rank > min(weight.shape):
         raise UserError(
-            f"`lora_init` {layer.start} came with rank {rank} for a weight {list(weight.shape)}. "
-            f"Lower `lora_rank` to {min(weight.shape)} at most."
+            f"`lora_init` {layer.start} with rank {rank} does not fit a weight "
+            f"{list(weight.shape)}. Lower `lora_rank` to {min(weight.shape)} at most."
         )
     if pair is None:
         if rounds := layer.start.removeprefix(PISSA).removeprefix("_niter_"):
@@ -278,7 +278,7 @@ def _start_pissa(
         pair = root.unsqueeze(1) * right, left * root
     for linear, value in zip((layer.lora_A, layer.lora_B), pair, strict=True):
         linear.weight.copy_(value)
-    # what A and B hold after rounding to their dtype is what is taken out
+    # the part taken out is A and B as they are after rounding to their dtype
     put_weight(base, exact - layer.delta(exact.dtype), why=f"`lora_init` {layer.start}")
     layer.taken = (
         layer.lora_A.weight.detach().to("cpu", copy=True),

@@ -20,7 +20,7 @@ def next_labels(micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def token_losses(logits_BTV: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-    """Next-token cross-entropy of each token in float32, [B, T]; 0 where none is learnt."""
+    """Next-token cross-entropy of each token in float32, [B, T]; 0 outside of the loss."""
     losses = functional.cross_entropy(
         at_least_float32(logits_BTV).flatten(0, 1),
         next_labels(micro_batch).flatten(),
@@ -39,13 +39,13 @@ PREFERENCES = (
 
 
 def given(batch: MicroBatch, name: str, asks: tuple[str, str] = PREFERENCES) -> torch.Tensor:
-    """What the run adds to a micro-batch before the loss.
+    """Return a tensor that the run adds to a micro-batch before the loss.
 
     Args:
-        asks: which loss does, and what to do.
+        asks: name of the loss that needs it, and the cure if it is missing.
 
     Raises:
-        UserError: the run did not.
+        UserError: the run did not add it.
     """
     if name not in batch:
         loss, cure = asks

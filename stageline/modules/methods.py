@@ -1,4 +1,4 @@
-"""How a model is trained where it is not simply trained whole: what a stage is told beside LoRA.
+"""Settings for partial training besides LoRA: frozen layers, RoPE scaling, quantization.
 
 Plain objects; the options are in `options/model.py`.
 """
@@ -23,12 +23,12 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class FreezeRule:
-    """What trains of a language model; all else of it, and of its head, is frozen.
+    """Layers and modules of a language model that train; the rest of it and of its head is frozen.
 
-    By names and layer numbers of the whole model, so that each stage answers alike for its share.
+    They are named as in the whole model, so that each stage can find its share.
 
     Attributes:
-        num_layers: above 0 the last so many layers, below 0 the first.
+        num_layers: above 0: that many of the last layers; below 0: of the first.
         modules: names inside a layer, such as `mlp` or `q_proj`; `all`: the whole layer.
         extra: modules outside the layers, such as `norm`, `embed_tokens` or `lm_head`.
         spreads: the layers are spread evenly, the last of each group of equal size: those that
@@ -44,7 +44,7 @@ class FreezeRule:
         """Global indices of the layers that train.
 
         Raises:
-            UserError: there are not as many, or they are no whole groups.
+            UserError: there are not as many, or they do not make whole groups.
         """
         wanted = abs(self.num_layers)
         if wanted > total:
@@ -107,8 +107,8 @@ class FreezeRule:
         return frozenset(found | {name for name, path in outside.items() if path in paths})
 
 
-# Parts of a half-precision model that compute in float32: its norms, and what its head gives.
-# Hooks of our own on the library's modules; parameter names stay.
+# Parts of a half-precision model that compute in float32: its norms, and the logits of its head.
+# These are hooks on the modules of transformers, so that parameter names stay.
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -143,14 +143,14 @@ _WINDOWED = ("sliding", "chunked")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How positions are scaled, and for which length."""
+    """Kind of scaling of the positions, and the length that it is for."""
 
     kind: RopeKind
     max_token_num: int
 
 
 def scale_rope(config: PretrainedConfig, scaling: RopeScaling) -> str:
-    """Writes the scaling into a configuration, in place, if the length asks for it.
+    """Write the scaling into a configuration, in place, if the length asks for it.
 
     The factor is the length over the longest one of the model, rounded up.
 
@@ -183,7 +183,7 @@ def scale_rope(config: PretrainedConfig, scaling: RopeScaling) -> str:
         text.rope_parameters = _scaled(parameters, scaling, factor, old)
     note = spelled(f"`rope_scaling` {scaling.kind}: positions are scaled by {factor}")
     if scaling.kind == "dynamic":
-        # the library begins to scale beyond max_position_embeddings
+        # transformers begins to scale beyond max_position_embeddings
         return (
             f"{note} beyond {old} tokens. Warning: frequencies depend on the length of each "
             "micro-batch, so that training sees others than generation; linear, yarn and llama3 "
@@ -203,7 +203,7 @@ def _scaled(
             f"(rope_type {kind!r}, for {old} tokens). Drop it and keep `max_token_num` within "
             f"{old}, or start from the model before that."
         )
-    # what else is there stays: rope_theta, mrope_section, partial_rotary_factor
+    # other values stay: rope_theta, mrope_section, partial_rotary_factor
     scaled = {**parameters, "rope_type": scaling.kind, "factor": float(factor)}
     if scaling.kind in ("yarn", "llama3"):
         scaled["original_max_position_embeddings"] = old
@@ -213,10 +213,10 @@ def _scaled(
 
 
 def forget_lengths(model: nn.Module) -> None:
-    """Makes dynamic positions follow the length of each pass alone.
+    """Make dynamic positions follow only the length of each pass.
 
-    The library's follow the longest pass since the last short one, so that a resumed run, another
-    number of replicas or an evaluation between two steps would compute another model.
+    Those of transformers follow the longest pass since the last short one, so that a resumed run,
+    another number of replicas or an evaluation between two steps would compute another model.
     """
     for module in model.modules():
         if hasattr(module, "max_seq_len_cached") and "dynamic" in str(
@@ -238,7 +238,7 @@ LANGUAGE = ("llm", "lm_head")
 
 @dataclass(frozen=True)
 class Methods:
-    """What is asked for; nothing by default.
+    """Methods of training that are asked for; none by default.
 
     Attributes:
         freeze: which layers of the language model train.
@@ -256,7 +256,7 @@ class Methods:
 
     @classmethod
     def of(cls, given: "Methods | Mapping[str, Any] | None") -> "Methods":
-        """Of plain values: for `freeze`, `rope_scaling` and `quantization` those of their fields.
+        """Make methods of plain values; those with fields of their own take a mapping.
 
         A dtype may be its name.
         """
@@ -275,7 +275,7 @@ class Methods:
         return self != Methods()
 
     def prepare(self, config: PretrainedConfig) -> dict[str, Any]:
-        """Changes a configuration before a stage is built of it; returns what `finish` takes."""
+        """Change a configuration before a stage is built of it; return the facts for `finish`."""
         facts: dict[str, Any] = {"notes": ()}
         if self.rope_scaling is not None:
             text = config.get_text_config(decoder=True)
@@ -285,7 +285,7 @@ class Methods:
         return facts
 
     def quantise(self, model: Any, *, device: torch.device | str) -> None:
-        """Quantises the layers of a filled stage, and brings the rest of it to the device."""
+        """Quantise the layers of a filled stage, and bring the rest of it to the device."""
         if self.quantization is None:
             return
         layers = [layer for _, layer in model.layer_list() if not isinstance(layer, PassThrough)]
@@ -301,7 +301,8 @@ class Methods:
             f"stage {model.stage}: {count} linear layers are kept as {self.quantization.kind}, "
             f"{after / 2**20:.3g} MiB instead of {before / 2**20:.3g}",
         )
-        for module in model.modules():  # what is not quantised; what is tied stays tied
+        # modules that are not quantised move too; tied weights stay tied
+        for module in model.modules():
             if not getattr(module, "is_quantised", False):
                 module._apply(lambda tensor: tensor.to(device), recurse=False)
                 for name, value in vars(module).items():
@@ -310,7 +311,7 @@ class Methods:
                         module.__dict__[name] = value.to(device)
 
     def finish(self, model: Any, facts: dict[str, Any]) -> None:
-        """Changes what a filled stage computes in, and tells it what `prepare` found."""
+        """Change the dtypes that a filled stage computes in, and give it the facts of `prepare`."""
         model.changes_config = facts.get("changes_config", False)
         model.notes += facts["notes"] if model.stage == 0 else ()
         if self.norms_fp32:
@@ -336,7 +337,7 @@ class Methods:
         )
 
 
-# Modules that are trained whole beside LoRA: `modules_to_save` of `peft`, told by name.
+# Modules that are trained whole next to LoRA: `modules_to_save` of `peft`, given by name.
 # A weight that two modules share (embedding and tied head) is trained under both names.
 
 
@@ -358,7 +359,7 @@ def find_whole_modules(whole: nn.Module, wanted: Iterable[str]) -> frozenset[str
             endings = sorted({name.rpartition(".")[2] for name in filled})
             names = [name for name in endings if not name.isdecimal()][:MAX_NAMES_SHOWN]
             raise UserError(
-                f"`modules_to_save` {one} is no module with weights of {type(whole).__name__}. "
+                f"`modules_to_save` {one} is not a module with weights of {type(whole).__name__}. "
                 f"Name one of {', '.join(names)}."
             )
         chosen |= found
@@ -369,6 +370,6 @@ def find_whole_modules(whole: nn.Module, wanted: Iterable[str]) -> frozenset[str
 
 
 def is_inside(parameter: str, modules: Iterable[str]) -> bool:
-    """Whether a parameter lies in one of the modules."""
+    """Whether a parameter belongs to one of the modules."""
     plain = strip_lora(parameter)
     return any(plain.startswith(module + ".") for module in modules)

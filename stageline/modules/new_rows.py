@@ -1,6 +1,6 @@
 """Rows of new tokens in embedding and head: made, given a start, and trained.
 
-They train alone if that is asked for, or if their matrix is frozen: then the rows are a parameter
+Only they train if that is asked for, or if their matrix is frozen: then the rows are a parameter
 of their own, `<module>.new_rows.weight` [N, H], whose values stand in the place of those of the
 matrix in every pass. The matrix itself is frozen: no gradient, moment or decay reaches it.
 `fold_rows` writes the rows into it before it is saved, so that files hold whole matrices under the
@@ -30,14 +30,14 @@ ROWS = "new_rows"
 
 @dataclass(frozen=True)
 class NewRows:
-    """What a stage is told about new tokens.
+    """New tokens of a stage, and how their rows start and train.
 
     Attributes:
         ids: of the new tokens.
         pieces: for each the ids that its text was split into before.
-        fresh: those of which the weights that are loaded know nothing.
-        train_alone: of embedding and head nothing but these rows is trained; of a matrix that is
-            frozen, with LoRA say, they are trained in any case.
+        fresh: those without rows in the weights that are loaded.
+        train_alone: only these rows of embedding and head are trained; of a matrix that is frozen,
+            with LoRA for example, they are trained in any case.
         noisy: those that start as the mean of all rows and noise, seeded by `seed`.
         multiple: rows that are added are rounded up to a multiple of this.
     """
@@ -70,7 +70,7 @@ def vocabulary_paths(whole: PreTrainedModel) -> tuple[str, ...]:
 
 
 def vocabulary_modules(model: nn.Module, paths: Iterable[str]) -> dict[str, Matrix]:
-    """Those of the paths that have a weight here: a stage may have dropped them."""
+    """Return the modules at the paths that have a weight here: a stage may have dropped some."""
     modules = {}
     for path in paths:
         try:
@@ -83,12 +83,12 @@ def vocabulary_modules(model: nn.Module, paths: Iterable[str]) -> dict[str, Matr
 
 
 def vocab_size_of(config: PretrainedConfig) -> int | None:
-    """Rows of the embedding as a configuration says it; None: it does not."""
+    """Return the rows of the embedding by a configuration; None: it has no such field."""
     return getattr(config.get_text_config(decoder=True), "vocab_size", None)
 
 
 def set_vocab_size(config: PretrainedConfig, num_rows: int) -> None:
-    """Writes the number of rows wherever a configuration says it."""
+    """Write the number of rows to each field of a configuration that holds it."""
     before = vocab_size_of(config)
     for one in (config.get_text_config(decoder=True), config):
         if getattr(one, "vocab_size", None) == before:
@@ -97,7 +97,7 @@ def set_vocab_size(config: PretrainedConfig, num_rows: int) -> None:
 
 @torch.no_grad()
 def enlarge(model: nn.Module, paths: Iterable[str], num_rows: int) -> None:
-    """Adds rows of zeros to embedding and head up to `num_rows`; what is tied stays tied.
+    """Add rows of zeros to embedding and head up to `num_rows`; what is tied stays tied.
 
     Configurations are told, and what a model keeps as `vocab_size`.
     """
@@ -129,10 +129,10 @@ def enlarge(model: nn.Module, paths: Iterable[str], num_rows: int) -> None:
 
 @torch.no_grad()
 def put_new_rows(model: Stage, rows: NewRows) -> None:
-    """Makes room for new tokens in a filled stage, starts them, and lets them train alone.
+    """Add rows of new tokens to a filled stage, start them, and set whether only they train.
 
-    A new row of embedding and head starts as the mean of the rows of its pieces. That is the same
-    however many stages there are.
+    A new row of embedding and head starts as the mean of the rows of its pieces, which is the same
+    for any number of stages.
 
     Args:
         model: a stage with `vocabulary`, the paths of embedding and head in the whole model.
@@ -194,7 +194,7 @@ class TokenRows(nn.Module):
 
 
 def _train_alone(model: Stage, paths: Iterable[str], ids: tuple[int, ...]) -> None:
-    """Freezes the matrices and gives them rows that train; tied ones have the same rows."""
+    """Freeze the matrices and give them rows that train; tied ones have the same rows."""
     order = model.parameter_order
     for path in paths:
         if f"{path}.weight" in order:  # on every stage, so that all know the same order
@@ -216,10 +216,10 @@ def _train_alone(model: Stage, paths: Iterable[str], ids: tuple[int, ...]) -> No
 def _embed_new(
     module: nn.Embedding, args: tuple, kwargs: dict[str, torch.Tensor], hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Puts the rows into the place of what was looked up for new tokens."""
+    """Put the rows in place of the values that were looked up for new tokens."""
     rows = cast(TokenRows, module.get_submodule(ROWS))
     place = rows.place[args[0] if args else kwargs["input"]]
-    # the class's own forward over the rows alone: it may scale what it looks up
+    # the class's own forward runs over only these rows, as it may scale what it looks up
     view = copy.copy(module)
     view.__dict__["_parameters"] = {"weight": rows.weight}
     view.padding_idx = None
@@ -230,7 +230,7 @@ def _embed_new(
 def _score_new(
     module: nn.Linear, args: tuple, kwargs: dict[str, torch.Tensor], logits: torch.Tensor
 ) -> torch.Tensor:
-    """Puts the logits of new tokens into their places."""
+    """Put the logits of new tokens into their places."""
     rows = cast(TokenRows, module.get_submodule(ROWS))
     bias = None if module.bias is None else module.bias[rows.ids]
     own = F.linear(args[0] if args else kwargs["input"], rows.weight, bias)
@@ -239,7 +239,7 @@ def _score_new(
 
 
 def token_rows(model: nn.Module) -> Iterator[tuple[Matrix, TokenRows]]:
-    """(module with the matrix, its rows) of all that train rows alone."""
+    """Yield (module with the matrix, its rows) of all that train only new rows."""
     for module in list(model.modules()):
         child = module._modules.get(ROWS)
         if isinstance(child, TokenRows):
@@ -248,7 +248,7 @@ def token_rows(model: nn.Module) -> Iterator[tuple[Matrix, TokenRows]]:
 
 @torch.no_grad()
 def fold_rows(model: nn.Module) -> None:
-    """Writes the rows into their matrices, where nothing else changes."""
+    """Write the rows into their matrices, where nothing else changes."""
     for module, rows in token_rows(model):
         weight = module.weight
         ids = rows.ids.to(weight.device)
@@ -261,15 +261,15 @@ def is_row_name(name: str) -> bool:
 
 
 # NEFTune (Jain et al. 2023, arXiv 2310.05914): noise on token embeddings, in training only.
-# As transformers' trainer does it: uniform between +-alpha / sqrt(T H), with T the tokens of a row,
-# padding included. `LayerSeeds` seeds the draw, so that it follows from seed, step and micro-batch
-# alone; images take the places of their tokens after it and stay as they are.
+# It is drawn as in transformers' trainer: uniform between +-alpha / sqrt(T H), with T the tokens of
+# a row, padding included. `LayerSeeds` seeds the draw, so that it follows only from seed, step and
+# micro-batch; images take the places of their tokens after it and stay as they are.
 
 ALPHA = "neftune_alpha"
 
 
 def add_noise(model: nn.Module, paths: Iterable[str], alpha: float) -> None:
-    """Puts noise on the embeddings that are on this stage; behind what else changes them.
+    """Put noise on the embeddings of this stage, after all other changes to them.
 
     Args:
         paths: of embedding and head in the whole model.

@@ -1,8 +1,8 @@
-"""How often, how wide and where LoRA is put on each part of a model: tower, projector, decoder.
+"""Put LoRA on the parts of a model: tower, projector, decoder, each with its own settings.
 
-Targets are looked up in the whole model before a stage drops what others own: what matches nothing
-is told on every stage alike, and a stage without such a layer is none the worse. Not here: the
-layers themselves (`lora.py`).
+Targets are looked up in the whole model before a stage drops the layers of others: a target that
+matches nothing is reported on every stage, and a stage may have no such layer. Not here: the layers
+themselves (`lora.py`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -142,14 +142,14 @@ def find_targets(
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:
     try:
         return model.get_submodule(path)
-    except AttributeError:  # of another stage, or a parameter by itself: LLaVA-NeXT's line end
+    except AttributeError:  # another stage has it, or it is a parameter: LLaVA-NeXT's line end
         return None
 
 
 def wrap_parts(
     model: nn.Module, parts: Mapping[str, list[str]], lora: Mapping[str, PartLoRA]
 ) -> None:
-    """Wraps the layers of each part, in place, as often as it says."""
+    """Wrap the layers of each part in place, `num` times."""
     for part, one in lora.items():
         for prefix, skip in _prefixes(part, parts):
             for _ in range(one.num):

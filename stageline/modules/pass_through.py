@@ -7,7 +7,7 @@ every stage and per-layer settings (`config.layer_types[i]`) stay true.
 import torch
 from torch import nn
 
-# the library's own mark: its init functions leave such a tensor or module alone
+# a mark of transformers: its init functions skip such a tensor or module
 DONE = "_is_hf_initialized"
 
 

@@ -1,7 +1,7 @@
-"""Losses over sampled answers: GRPO and its kin, from log-probabilities and advantages.
+"""Losses over sampled answers: GRPO and related ones, from log-probabilities and advantages.
 
-Formulas, names and defaults are those of trl's GRPOTrainer; docs/grpo.md writes them out. All
-that is given by place [B, T] lies where the token is predicted, one before its own place.
+Formulas, names and defaults are those of trl's GRPOTrainer; docs/grpo.md writes them out. A
+value of a token in [B, T] is stored where the token is predicted, one before its own place.
 
 Shapes: A answers, B rows, T tokens, V vocabulary. An answer is a row, or rows are packed: several
 answers in one.
@@ -23,8 +23,8 @@ Correction = Literal[
     "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
 ]
 MicroBatch = Mapping[str, torch.Tensor]
-# what a run adds to a micro-batch. An answer that is not learnt has no say in any token; one that
-# does not count is not even among the answers that a mean is taken of
+# A run adds these to a micro-batch. An answer outside of the loss has no weight in any token; one
+# that does not count is not even among the answers that a mean is taken of.
 ADVANTAGES, IS_LEARNT, IS_COUNTED = "loss_advantages", "loss_is_learnt", "loss_is_counted"  # [A]
 PLACES = "loss_places"  # [B, T], of packed rows: the number of the answer that a token is of, or -1
 # [B, T], log-probabilities of the tokens: when they were drawn, before the first of several steps
@@ -38,7 +38,7 @@ ANSWERS = (  # asks for them; see `given`
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """What a loss over sampled answers is made of; see the loss_fn part `grpo`."""
+    """Settings of a loss over sampled answers; see the loss_fn part `grpo`."""
 
     loss_type: LossType = "dapo"
     importance_sampling_level: Level = "token"
@@ -54,12 +54,12 @@ class PolicyOptions:
 
     @property
     def high(self) -> float:
-        """How far a ratio may be above 1; of cispo, the most that it may be."""
+        """Largest distance of a ratio above 1; for cispo, the largest ratio."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def level(self) -> Level:
-        """What has a ratio of its own."""
+        """Whether each token or each sequence has a ratio of its own."""
         return "sequence" if self.loss_type == "gspo" else self.importance_sampling_level
 
     def check(self) -> None:
@@ -78,10 +78,10 @@ class PolicyOptions:
 
 
 def _by_token(values_A: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """What an answer has, at each of its tokens: [B, 1], or [B, T] of packed rows."""
+    """Return the value of an answer at each of its tokens: [B, 1], or [B, T] of packed rows."""
     if PLACES not in batch:
         return values_A[:, None]
-    none = values_A.new_zeros(1)  # whose place is -1
+    none = values_A.new_zeros(1)  # tokens at place -1 belong to no answer
     return torch.cat([values_A, none])[batch[PLACES].to(values_A.device)]
 
 
@@ -96,12 +96,12 @@ def _by_answer(values_BT: torch.Tensor, batch: MicroBatch, num_answers: int) -> 
 
 
 def learnt_tokens(batch: MicroBatch) -> torch.Tensor:
-    """Whether the token that a place predicts is learnt, [B, T]."""
+    """Whether the token that a place predicts is in the loss, [B, T]."""
     return (next_labels(batch) != IGNORE) & _by_token(given(batch, IS_LEARNT, ANSWERS), batch)
 
 
 def count_learnt_tokens(batch: MicroBatch) -> int:
-    """Tokens of the answers that are learnt, the one that ends an answer among them."""
+    """Count the tokens in the loss, including the one that ends an answer."""
     return int(learnt_tokens(batch).sum())
 
 
@@ -123,12 +123,12 @@ Logits = torch.Tensor | ChunkedLogits
 
 
 def token_log_probs(logits_BTV: Logits, batch: MicroBatch, *, temperature: float) -> torch.Tensor:
-    """Of the token that each place predicts, [B, T] in float32 at least; 0 where none is.
+    """Log-probability of the token that each place predicts, [B, T] in float32 at least, else 0.
 
-    In chunks also 0 where it is not learnt.
+    In chunks it is also 0 where the token is not in the loss.
 
     Args:
-        temperature: that tokens were drawn at: they are those of what was drawn from.
+        temperature: of sampling: the probabilities are those of the distribution drawn from.
     """
     if isinstance(logits_BTV, ChunkedLogits):
         options = PolicyOptions(temperature=temperature)
@@ -140,7 +140,7 @@ def token_log_probs(logits_BTV: Logits, batch: MicroBatch, *, temperature: float
 
 
 def entropies(logits_BTV: torch.Tensor, is_learnt_BT: torch.Tensor, *, temperature: float):
-    """Of the distribution in each place that is learnt, [B, T]; 0 elsewhere."""
+    """Entropy of the distribution in each place in the loss, [B, T]; 0 elsewhere."""
     rows = []
     for logits_TV, is_learnt_T in zip(logits_BTV, is_learnt_BT, strict=True):  # for the memory
         log_probs_NV = (at_least_float32(logits_TV[is_learnt_T]) / temperature).log_softmax(-1)
@@ -267,9 +267,9 @@ def correction(
     *,
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """What terms are multiplied by, for tokens were drawn with other roundings than are trained.
+    """Factor of the terms, as tokens were drawn with other roundings than they are trained with.
 
-    [B, T] or [B, 1]; None: nothing. The ratio of the two probabilities, cut at a cap, or 0 above.
+    [B, T] or [B, 1]; None: no factor. The ratio of the two probabilities, cut at a cap, or 0 above.
 
     Args:
         dtype: of the logits: "auto" corrects what half types round, as trl does of its engine.

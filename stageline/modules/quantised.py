@@ -17,14 +17,14 @@ from torch import nn
 from stageline.errors import UserError
 
 Kind = Literal["nf4", "int8"]
-NF4_BLOCK, SCALE_BLOCK = 64, 256  # weights that share a scale of nf4; such scales, with another
-OUTLIERS = 6.0  # of int8: activations above it are multiplied in half precision, as the library's
+NF4_BLOCK, SCALE_BLOCK = 64, 256  # nf4: weights that share a scale; scales that share a scale
+OUTLIERS = 6.0  # int8: activations above it are multiplied in half precision, as in bitsandbytes
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the base is quantised.
+    """Quantization of the frozen base.
 
     Attributes:
         compute_dtype: of nf4, in which layers multiply, or its name; None: that of the run.
@@ -47,14 +47,14 @@ def quantise_layers(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> int:
-    """Quantises the linear layers below `layers`, in place, one after the other.
+    """Quantise the linear layers below `layers`, in place, one after the other.
 
     Args:
         dtype: in which the model computes.
-        device: where the quantised weights are to lie.
+        device: of the quantised weights.
 
     Returns:
-        How many layers were quantised.
+        Number of layers that were quantised.
 
     Raises:
         UserError: the package is missing, or cannot do it here.
@@ -130,7 +130,7 @@ def _quantised(
             quant_type="nf4",
             **plain,
         )
-        # else an evaluation on such a CPU packs the weight anew, for kernels without a backward
+        # else an evaluation on such a CPU packs the weight again, for kernels without a backward
         made.support_avx512bf16_for_cpu = False
         made.weight = library.nn.Params4bit(
             weight, requires_grad=False, quant_type="nf4", compress_statistics=double

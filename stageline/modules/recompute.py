@@ -1,9 +1,10 @@
-"""Activation checkpointing: a call keeps its inputs alone, and its activations are made anew.
+"""Activation checkpointing: a call keeps only its inputs, and its activations are recomputed.
 
-As torch.utils.checkpoint without reentrance, with one difference: what was made anew is kept until
-the graph lets go of it, not until it was read once. A zero-bubble schedule walks one graph twice,
-for the gradient of the inputs and later for that of the weights; torch's own function would run the
-layer once more for each weight, and refuses the second walk where some outputs were saved.
+It works as torch.utils.checkpoint without reentrance, with one difference: a recomputed activation
+is kept until the graph releases it, not until it was read once. A zero-bubble schedule walks one
+graph twice, for the gradient of the inputs and later for that of the weights; torch's own function
+would run the layer once more for each weight, and refuses the second walk where some outputs were
+saved.
 """
 
 import functools
@@ -34,7 +35,7 @@ class RandomState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Draws the same numbers again inside; afterwards the generators are as before."""
+        """Draw the same numbers again inside; afterwards the generators are as before."""
         with generators_kept([self.device]) as generators:
             for generator, state in zip(generators, self.states, strict=True):
                 generator.set_state(state)
@@ -157,7 +158,7 @@ _MISMATCH = (
 def recompute(
     function: Callable, *args: object, contexts: Contexts | None = None, **kwargs: object
 ) -> object:
-    """Calls `function(*args, **kwargs)` without keeping what its backward pass needs.
+    """Call `function(*args, **kwargs)` without keeping tensors for its backward pass.
 
     Dropout draws the same numbers again. Tensors among `args` may be offloaded while they wait;
     those among `kwargs` are held as they are.
@@ -194,9 +195,9 @@ _SAVED = {
 def keep_products(
     context: object, operator: torch._ops.OpOverload, *args: object, **kwargs: object
 ) -> CheckpointPolicy:
-    """Keeps the outputs of matrix products and fused attention; all else is made anew.
+    """Keep the outputs of matrix products and fused attention; all else is recomputed.
 
-    Attention with dropout is made anew too: skipping it would shift the random numbers of what
+    Attention with dropout is recomputed too: skipping it would shift the random numbers of what
     comes after it.
     """
     dropout: Any = 0.0
@@ -217,7 +218,7 @@ CONTEXTS: dict[str, Contexts | None] = {
 def checkpoint_layers(
     layers: Iterable[tuple[int, nn.Module]], *, every: int = 1, mode: CheckpointMode = "full"
 ) -> None:
-    """Recomputes every n-th layer in the backward pass. In place; names of parameters stay.
+    """Recompute every n-th layer in the backward pass. In place; names of parameters stay.
 
     Args:
         layers: (index in the whole model, layer); a layer of another stage may be among them.
@@ -249,7 +250,7 @@ def tower_layers(model: nn.Module, *, but: Iterable[nn.Module]) -> list[tuple[in
 
 
 def compile_layers(layers: Iterable[tuple[int, nn.Module]], *, backend: str = "inductor") -> None:
-    """Compiles the forward of each layer. In place: no name of a parameter changes.
+    """Compile the forward of each layer. In place: no name of a parameter changes.
 
     Shapes are dynamic, since each micro-batch has a length of its own. A compiled layer is one
     node of the autograd graph: its gradients can't be split into those of inputs and of weights.
@@ -264,15 +265,16 @@ def compile_layers(layers: Iterable[tuple[int, nn.Module]], *, backend: str = "i
 
 
 # Saved activations wait for their backward pass in host memory, and come back in time for it.
-# Copies run on streams of their own beside the computation, out of pinned memory. Parameters stay
-# where they are: the graph only borrows them. A device without memory of its own moves nothing.
+# Copies run on streams of their own, in parallel with the computation, out of pinned memory.
+# Parameters stay where they are: the graph only borrows them. A device without memory of its own
+# moves nothing.
 
 MIN_BYTES = 1 << 20  # below it a copy costs more in launches than it saves in memory
 _streams: dict[tuple[torch.device, str], torch.Stream] = {}
 
 
 def is_worth_moving(tensor: torch.Tensor) -> bool:
-    """Whether a saved tensor lies on an accelerator and is large."""
+    """Whether a saved tensor is large and on an accelerator."""
     return is_accelerator(tensor.device) and tensor.numel() * tensor.element_size() >= MIN_BYTES
 
 
@@ -306,7 +308,7 @@ def offloaded(
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Where they lie; a share of a weight has no place of its own, and no graph borrows it."""
+    """Return the addresses of tensors, without DTensors: no graph borrows these."""
     whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
     return {tensor.untyped_storage().data_ptr() for tensor in whole}
 
@@ -314,7 +316,7 @@ def _places(tensors: Iterable[torch.Tensor]) -> set[int]:
 def offload_activations(
     model: nn.Module, *, moves: Callable[[torch.Tensor], bool] = is_worth_moving
 ) -> None:
-    """From now on `model.forward` runs inside `offloaded`. In place."""
+    """Wrap `model.forward` to run inside `offloaded`, in place."""
     forward = model.forward
 
     def offloading_forward(*args: object, **kwargs: object) -> object:
@@ -395,7 +397,7 @@ class _Moved:
         return tensor
 
     def fetch(self) -> None:
-        """Starts the way back, once."""
+        """Start the copy back, once."""
         if self.on_device is not None:
             return
         back = _stream(self.device, "in")

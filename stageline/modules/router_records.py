@@ -1,4 +1,4 @@
-"""Router logits of a mixture of experts, taken from each layer as the library takes them.
+"""Router logits of a mixture of experts, taken from each layer as transformers takes them.
 
 transformers records them while its whole model runs; a block runs alone, so it has hooks of its
 own on the modules that the model's class names.
@@ -18,7 +18,7 @@ _FOUND: ContextVar[list[torch.Tensor] | None] = ContextVar("router logits", defa
 
 
 def watch_routers(base_model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Puts hooks on the routers of the layers; they do nothing outside of `recording_routers`."""
+    """Put hooks on the routers of the layers; they do nothing outside of `recording_routers`."""
     specs = (getattr(base_model, "_can_record_outputs", None) or {}).get(ROUTER_LOGITS)
     if specs is None:
         return
@@ -35,7 +35,7 @@ def watch_routers(base_model: nn.Module, layers: Sequence[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def recording_routers(is_asked: bool) -> Iterator[list[torch.Tensor]]:
-    """Yields a list that fills with the router logits of what runs inside."""
+    """Yield a list that fills with the router logits of the passes inside."""
     found: list[torch.Tensor] = []
     token = _FOUND.set(found if is_asked else None)
     try:

@@ -1,4 +1,4 @@
-"""Which stage holds which weight of the whole model: no name twice, none missing, none unknown.
+"""Check the stage of each weight of the whole model: no name twice, missing or unknown.
 
 By its name a weight's gradients are summed over the stages that share it, and it is saved and
 resumed. Two stages that call different weights by one name train, and one of them is lost in the
@@ -41,7 +41,7 @@ class Names:
 
 @dataclass(frozen=True)
 class StageNames:
-    """What one stage says about its weights.
+    """Names that one stage gives its weights.
 
     Attributes:
         model: name of its class.
@@ -61,7 +61,7 @@ class StageNames:
 
 
 def names_in(model: nn.Module) -> Names:
-    """The weights that lie in a model."""
+    """Return the names and shapes of the weights of a model."""
     shapes: dict[str, Shape] = {}
     aliases: dict[str, str] = {}
     buffers: set[str] = set()
@@ -106,7 +106,7 @@ def names_on_disk(model: Any) -> dict[str, str]:
 
 
 def names_of_stage(model: Any) -> StageNames:
-    """What a stage model says."""
+    """Return the names that a stage model gives its weights."""
     has_map = hasattr(model, "get_key_map_without_last_lora")
     whole: Names | None = getattr(model, "whole_names", None)
     if whole is not None:
@@ -127,7 +127,7 @@ def names_of_stage(model: Any) -> StageNames:
 
 
 def check_names(stages: Sequence[StageNames], whole: Names | None = None) -> None:
-    """Compares all stages of a model with each other and with the whole model.
+    """Compare all stages of a model with each other and with the whole model.
 
     Args:
         whole: the unsplit model's; None: what the stages themselves say, if they do.

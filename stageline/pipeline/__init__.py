@@ -1,4 +1,4 @@
-"""Splits layers into stages and runs the stages on a schedule.
+"""Split layers into stages and run the stages on a schedule.
 
 `from stageline.pipeline import StagelineStage, step_micro_batches` serves a custom training
 loop over a schedule of PyTorch: examples/own_loop.py.

@@ -1,6 +1,6 @@
-"""How many bytes of tensors live, on any device: what passes keep, and what they need beside it.
+"""Measure the bytes of live tensors on any device: saved by passes, and needed for a while.
 
-On an accelerator torch's own allocator tells. On a CPU every operation is watched, which takes
+On an accelerator torch's allocator counts them. On a CPU every operation is watched, which takes
 time: bytes and seconds are measured in passes of their own.
 """
 
@@ -33,7 +33,7 @@ class PeakBytes:
 
     @contextmanager
     def watch(self) -> Iterator["PeakBytes"]:
-        """Counts within this block."""
+        """Count within this block."""
         if is_accelerator(self.device):
             synchronize(self.device)
             module = torch.get_device_module(self.device)
@@ -93,7 +93,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class SavedBytes:
-    """What autograd saves for the backward pass, each storage once.
+    """Bytes that autograd saves for the backward pass, each storage once.
 
     Args:
         owned: tensors that are there anyway: parameters and buffers.
@@ -108,17 +108,17 @@ class SavedBytes:
         self.shared: set[int] = set()
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Counts within this block; a checkpoint counts what it saves by its own rules."""
+        """Count within this block; a checkpoint counts what it saves by its own rules."""
         return torch.autograd.graph.saved_tensors_hooks(self.add, lambda tensor: tensor)
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Counts a tensor unless its storage was counted."""
+        """Count a tensor unless its storage was counted."""
         if _key(tensor) not in self._owned:
             self._saved[_key(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     def share(self, values: object, *, is_held: bool) -> None:
-        """Marks all tensors in `values` as common to the layers of a stage.
+        """Mark all tensors in `values` as common to the layers of a stage.
 
         Args:
             is_held: they are kept in any case, to run the layer once more.

@@ -1,7 +1,7 @@
-"""From the orders of a schedule to what each rank really does: with transfers, without dead work.
+"""Turn the orders of a schedule into actions of each rank: with transfers, without dead work.
 
-Pure integers. What a rank sends to another is received in that order. The two directions between
-two ranks are two channels, so a receive that waits holds no other transfer up.
+Pure integers. Tensors from one rank to another are received in the order of sending. The two
+directions between two ranks are two channels, so a receive that waits holds no other transfer up.
 """
 
 import re
@@ -14,10 +14,10 @@ from stageline.errors import UserError
 
 
 class Kind(StrEnum):
-    """What a stage does with a micro-batch.
+    """Kind of work of a stage on a micro-batch.
 
     FORWARD; BACKWARD in one piece; or in two: INPUT_GRAD, which the stage before waits for, and
-    WEIGHT_GRAD, for which nobody waits.
+    WEIGHT_GRAD, for which no stage waits.
     """
 
     FORWARD = "F"
@@ -64,7 +64,7 @@ Plan = list[Action | Transfer]
 
 @dataclass(frozen=True)
 class GradFlow:
-    """What each stage has to do in the backward pass.
+    """Work of each stage in the backward pass.
 
     Attributes:
         computes: something trains in this stage or before it.
@@ -140,7 +140,7 @@ def needs(action: Action, num_stages: int) -> list[list[Action]]:
 def add_transfers(
     orders: Sequence[Sequence[Action]], rank_of_stage: Sequence[int], flow: GradFlow | None = None
 ) -> list[Plan]:
-    """Put sends behind the passes that make a tensor, and receives beside them on the other rank.
+    """Put sends behind the passes that make a tensor, and receives opposite on the other rank.
 
     Args:
         flow: None where no backward passes are.

@@ -1,4 +1,4 @@
-"""Records when the passes of a step start and end, on the clock of the device that runs them."""
+"""Record the start and end of the passes of a step, on the clock of the device that runs them."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from stageline.pipeline.plan import Action
 
 WAIT, TRANSFER = "wait", "transfer"
 WAITS = (WAIT, TRANSFER)
-# of passes and waits, in order of a legend
+# names of passes and waits, in order of a legend
 KIND_NAMES = {
     "F": "forward",
     "B": "backward",
@@ -22,7 +22,7 @@ KIND_NAMES = {
     WAIT: "waits for another stage",
     TRANSFER: "waits for a transfer",
 }
-EVEN = 0.1  # stages whose times are no further above their mean need no other split
+EVEN = 0.1  # a split is good while no stage takes more than this share above the mean
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def busy_seconds(events: Sequence[TimelineEvent], rank: int) -> float:
 def split_waits(events: Sequence[TimelineEvent]) -> list[TimelineEvent]:
     """Cut each wait where the pass that makes the tensor ended: what is left is the transfer.
 
-    Ranks began the clock together. A wait whose pass nobody recorded stays as it is.
+    Ranks began the clock together. A wait whose pass was not recorded stays as it is.
     """
     passes = [event for event in events if event.kind not in WAITS]
     made = {(e.stage, e.kind == "F", e.micro_batch): e.end for e in passes if e.kind != "W"}
@@ -80,7 +80,7 @@ def split_waits(events: Sequence[TimelineEvent]) -> list[TimelineEvent]:
         if event.kind != WAIT or not later:
             found.append(event)
             continue
-        _, is_forward = min(later)  # what waited
+        _, is_forward = min(later)  # the pass that waited
         maker = event.stage - 1 if is_forward else event.stage + 1
         cut = made.get((maker, is_forward, event.micro_batch), event.end)
         cut = min(max(cut, event.start), event.end)

@@ -1,4 +1,4 @@
-"""Runs one optimizer step's passes, or an evaluation, of a rank's stages. Knows no optimizer.
+"""Run the passes of an optimizer step or an evaluation on a rank's stages, without optimizer.
 
 Gradient accumulation is more micro-batches in one call.
 """
@@ -91,16 +91,16 @@ LossFn = Callable[[Output, MicroBatch], torch.Tensor]
 
 
 class PipelineRunner:
-    """Drives the stages of one rank; all ranks call the same methods with the same batch.
+    """Runner of the stages of one rank; all ranks call the same methods with the same batch.
 
     Args:
         models: the stage models of this rank, on `device`; one, or several in their order.
         group: the pipeline's process group.
-        channels: where transfers of one group come one after the other (NCCL), one for each pair
+        channels: if a group runs its transfers one after the other (NCCL), one for each pair
             of `schedule.pairs`.
         saving: a context entered around each forward pass that keeps a graph, such as one that
-            moves what is saved to host memory.
-        seed: of what training steps draw at random; None leaves the generators alone.
+            moves saved tensors to host memory.
+        seed: of the random numbers of training steps; None: the generators are not seeded.
 
     Attributes:
         local: this rank's stages.
@@ -152,7 +152,7 @@ class PipelineRunner:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank sent to others in the last step or evaluation, forward and back."""
+        """Bytes that this rank sent to others in the last step or evaluation, forward and back."""
         return sum(stage.sent_bytes for stage in self.stages)
 
     @property

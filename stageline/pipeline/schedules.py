@@ -1,4 +1,4 @@
-"""The schedules by name: which rank holds which stage, and in what order each rank works.
+"""Schedules by name: the stages of each rank, and the order in which each rank works.
 
 The orders of the built-in schedules come from torch.distributed.pipelining; a CSV file gives any
 other. Loads no model, moves no tensor.
@@ -20,17 +20,17 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from stageline.errors import UserError
 from stageline.pipeline.plan import Action, Kind, parse_action
 
-Orders = list[list[Action]]  # what each rank does, in order
+Orders = list[list[Action]]  # the actions of each rank, in order
 _TRANSFER = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """What is fixed for all runs of one schedule.
+    """Properties of a schedule, the same in all its runs.
 
     Attributes:
-        torch_name: what torch calls it; None: it has none like it.
+        torch_name: its name in torch; None: torch has none like it.
         warm_up: with one stage a rank: (ranks, rank, micro-batches) -> the forward passes before
             the first backward pass; a backward and a forward pass in turn come behind them. None:
             the order is that of torch's class.
@@ -202,7 +202,7 @@ def make_schedule(name: str, *, num_ranks: int, stages_per_rank: int | None = No
     kind = SCHEDULES.get(name)
     if kind is None:
         raise UserError(
-            f"`schedule` {name} is unknown. Expected: {', '.join(SCHEDULES)}, or the path of a "
+            f"`schedule` {name} is unknown. Choose {', '.join(SCHEDULES)}, or the path of a "
             ".csv file with a row of actions (0F0, 0B0, ...) for each rank."
         )
     stages_per_rank = stages_per_rank or default_stages_per_rank(name)
@@ -264,8 +264,8 @@ def read_schedule(
                         )
                 elif text and not _TRANSFER.fullmatch(text):
                     raise UserError(
-                        f"{path}, row {rank + 1}: {text!r} is no action. Write stage, F, B, I or "
-                        "W, and micro-batch, such as 0F0."
+                        f"{path}, row {rank + 1}: {text!r} is not an action. Write stage, F, B, I "
+                        "or W, and micro-batch, such as 0F0."
                     )
     if not holders:
         raise UserError(f"`schedule` {path} holds no action. Write cells such as 0F0, 0B0.")

@@ -1,4 +1,4 @@
-"""One stage: its contract and its passes. Talks to no other rank."""
+"""One stage: its contract and its passes, without any communication."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -166,7 +166,7 @@ Tensors = tuple[torch.Tensor, ...]
 MicroBatch = dict[str, torch.Tensor]
 
 
-# the output of the last stage -> its loss, or nothing where it is looked at alone
+# the output of the last stage -> its loss, or () where it is only read
 LossOf = Callable[[torch.Tensor | Tensors], torch.Tensor | tuple[()]]
 
 
@@ -174,17 +174,17 @@ LossOf = Callable[[torch.Tensor | Tensors], torch.Tensor | tuple[()]]
 class StagePasses:
     """Forward and backward passes, micro-batch by micro-batch.
 
-    Keeps what each micro-batch needs for its backward pass, and no longer than that.
+    The state of a micro-batch is kept until its backward pass, and no longer.
 
     Args:
         computes_grad: something trains in this stage or before it; else no graph is made.
         sends_grad: something trains before it.
         saving: entered around each forward pass that keeps a graph.
-        seeds: settles what a forward pass draws at random.
+        seeds: of the random numbers of a forward pass.
 
     Attributes:
-        after_weights: called with the model behind each pass for the weights alone, which autograd
-            does not tell the end of.
+        after_weights: called with the model after each pass for only the weights, whose end
+            autograd does not report.
     """
 
     model: Stage
@@ -248,7 +248,7 @@ class StagePasses:
         if kind == Kind.WEIGHT_GRAD:
             weights = self._weights()
             stage_backward_weight(iter(weights), self._weight_work.pop(index))
-            # as autograd does: half-precision training collects its float32 sums in these hooks
+            # autograd calls them too: half-precision training adds up float32 sums in these hooks
             for weight in weights:
                 if weight.grad is not None:
                     for hook in list((weight._post_accumulate_grad_hooks or {}).values()):

@@ -1,4 +1,4 @@
-"""How many stages, ranks and replicas a run has, from what was asked for. Starts no process."""
+"""Compute the stages, ranks and replicas of a run from its options. Starts no process."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Executes plans with PyTorch's schedule runtime: its loop over actions, and its receives.
+"""Execute plans with PyTorch's schedule runtime: its loop over actions, and its receives.
 
 The plan contains the receives and omits backward passes that nothing needs. A custom function per
 compute action waits for the receive, so that the wait is named and timed, starts the send, and
@@ -76,7 +76,7 @@ class PlanRuntime(_PipelineScheduleRuntime):
             self.bwd_recv_ops.clear()
 
     def _compute(self, action: _Action, ctx: object) -> None:
-        """One pass: waits for what it needs and hands on what a stage of this rank takes."""
+        """Run one pass: wait for its inputs, and pass its output to a stage of this rank."""
         index, kind = action.microbatch_index, Kind(action.computation_type.value)
         assert index is not None
         stage = self.stage_of[action.stage_index]

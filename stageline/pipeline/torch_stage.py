@@ -247,7 +247,7 @@ class StagelineStage(PipelineStage):
     # passing on to a stage of this rank
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Takes what the stage before, on this rank, made."""
+        """Take the output of the stage before, on this rank."""
         self._came[mb_index] = prev_stage_outputs
 
     def get_local_bwd_output(self, mb_index: int) -> Tensors:
@@ -257,7 +257,7 @@ class StagelineStage(PipelineStage):
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
     ) -> None:
-        """Takes the gradients of the stage behind, on this rank."""
+        """Take the gradients of the stage behind, on this rank."""
         self._grads_came[mb_index] = next_stage_bwd_outputs  # type: ignore[assignment]
 
     # passes
@@ -272,7 +272,7 @@ class StagelineStage(PipelineStage):
         """Run a forward pass.
 
         Returns:
-            What goes on, cut off from the graph; on the last stage the loss.
+            The tensors for the next stage, detached; on the last stage the loss.
 
         Raises:
             ContractError: the model does not keep its contract.
@@ -299,7 +299,7 @@ class StagelineStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Runs a backward pass, or the half that the stage before waits for."""
+        """Run a backward pass, or the half that the stage before waits for."""
         kind = Kind.BACKWARD if full_backward else Kind.INPUT_GRAD
         self._backward(bwd_chunk_id, kind)
 
@@ -328,7 +328,7 @@ class StagelineStage(PipelineStage):
             self._grads_made[index] = made
 
     def clear_runtime_states(self) -> None:
-        """Forgets what a step has left, also one that failed."""
+        """Drop the state of a step, also of one that failed."""
         super().clear_runtime_states()
         self.passes.clear()
         kept = (self._came, self._made, self._gives, self._grads_came, self._grads_made)

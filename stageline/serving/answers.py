@@ -24,7 +24,7 @@ from stageline.serving.service import ResponseStream, Service, TokenTexts, copie
 from stageline.serving.tool_calls import FoundCall, ToolReader, form_of, guided_form, shown_tools
 
 Choice = dict[str, Any]
-TEXT_DEFAULT_TOKENS = 16  # as OpenAI's
+TEXT_DEFAULT_TOKENS = 16  # OpenAI has the same default
 
 
 async def answer_chat(service: Service, asked: api.ChatRequest, out: ResponseStream) -> None:
@@ -107,7 +107,9 @@ class _ChatChunks:
         self.texts = texts
         self.num_calls = 0
         self.is_begun = False
-        self.logprobs: list[TokenLogprob] = []  # of tokens whose text is not told yet
+        self.logprobs: list[
+            TokenLogprob
+        ] = []  # log-probabilities of tokens whose text is not sent yet
 
     def of(self, event: Any) -> list[Choice]:
         """Return the chunks of an event."""
@@ -179,12 +181,13 @@ async def answer_completion(
             )
             requests += copies(prompt, fitted, count, number=number)
 
-        # what comes before the answers: the prompts as texts, and their log-probabilities
+        # prompts as texts, and their log-probabilities, are sent before the answers
         ids = [prompt["input_ids"][0].tolist() for prompt in prompts]
         echoes: list[tuple[str, Any]] = [("", None)] * len(ids)
         if asked.echo:
             longest, most = max(map(len, ids)), service.engine.max_length
-            if most is not None and longest > most:  # without an answer nobody else looks
+            # without an answer the engine does not check this
+            if most is not None and longest > most:
                 message = f"The prompt has {longest} tokens; the model has {most} positions."
                 raise bad_request(message, "prompt", "context_length_exceeded")
             if is_scored and longest > settings.max_echo_tokens:

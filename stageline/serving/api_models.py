@@ -40,7 +40,7 @@ BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 
 
 class StreamOptions(Strict):
-    """How a stream is to be."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     # noise against listeners on encrypted lines: without effect here
@@ -61,7 +61,7 @@ class StructuredOutputs(Strict):
 
 
 class SamplingFields(Strict):
-    """What chat and completions have in common; those from `top_k` on are this server's own."""
+    """Fields that chat and completions share; those from `top_k` on are this server's own."""
 
     model: Annotated[str, Field(max_length=500)]
     temperature: Annotated[float, finite(0, 2)] | None = None
@@ -125,7 +125,7 @@ Parts = Annotated[list[Part], Field(min_length=1, max_length=256)]
 
 
 class SystemMessage(Strict):
-    """What the operator of a chat says."""
+    """Message of the operator of a chat."""
 
     role: Literal["system", "developer"]
     content: str | TextParts
@@ -133,7 +133,7 @@ class SystemMessage(Strict):
 
 
 class UserMessage(Strict):
-    """What a person says, with pictures."""
+    """Message of a user, with images."""
 
     role: Literal["user"]
     content: str | Parts
@@ -175,7 +175,7 @@ class AssistantMessage(Strict):
 
 
 class ToolMessage(Strict):
-    """What a tool said."""
+    """Result of a tool."""
 
     role: Literal["tool"]
     content: str | TextParts
@@ -204,7 +204,7 @@ class Tool(Strict):
 
 
 class NamedTool(Strict):
-    """Which tool is to be called."""
+    """Choice of the tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -217,7 +217,7 @@ class PlainFormat(Strict):
 
 
 class JsonSchema(Strict):
-    """What the JSON has to be; not strict: but for keywords that can't be kept to."""
+    """Schema of the JSON; if not strict, keywords that cannot be enforced are ignored."""
 
     name: Name
     description: str | None = None
@@ -237,7 +237,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
 
 
 class TemplateFields(Strict):
-    """What the model's chat template is given, and where the answer begins."""
+    """Variables of the model's chat template, and where the answer begins."""
 
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     add_generation_prompt: bool | None = None
@@ -258,7 +258,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    # what is known of the answer before: it would change the time alone
+    # a predicted answer would only change the time
     prediction: dict[str, Any] | None = None
     functions: None = None
     function_call: None = None
@@ -272,7 +272,7 @@ Ids = Annotated[list[Size], Field(min_length=1, max_length=2**20)]
 
 
 def _kind_of_prompt(value: Any) -> str:
-    """Which kind is meant, so that only its limits are told."""
+    """Return the kind of a prompt, so that only the errors of this kind are reported."""
     if not isinstance(value, list):
         return "text"
     first = value[0] if value else ""
@@ -325,7 +325,7 @@ class _Exact(BaseModel):
 
 
 class ErrorObject(_Exact):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str
@@ -334,7 +334,7 @@ class ErrorObject(_Exact):
 
 
 class ErrorBody(_Exact):
-    """Any answer that is no success."""
+    """Body of each response that is not a success."""
 
     error: ErrorObject
 
@@ -370,7 +370,7 @@ class ChatLogprob(TopLogprob):
 
 
 class ChatLogprobs(_Exact):
-    """Of the whole answer."""
+    """Log-probabilities of a whole answer."""
 
     content: list[ChatLogprob]
     refusal: None
@@ -402,7 +402,7 @@ class ChatCompletion(_Completion):
 
 
 class TextLogprobs(_Exact):
-    """Of a text, token by token; nothing comes before the first token of a prompt."""
+    """Log-probabilities of a text by token; the first token of a prompt has none."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -442,7 +442,7 @@ class TokensText(_Exact):
 
 
 class Abilities(_Exact):
-    """What the chat page has to know of a model."""
+    """Properties of a model for the chat page."""
 
     takes_images: bool
     max_length: int | None

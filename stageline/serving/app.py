@@ -56,7 +56,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.post("/v1/completions", **written(api.Completion, "the texts, or their chunks"))
     async def completions(asked: api.CompletionRequest) -> ResponseStream:
-        """Continues texts, OpenAI's way."""
+        """Continue texts, as OpenAI's API does."""
         return service.respond(answers.answer_completion, asked)
 
     @app.post("/tokenize", **written(api.Tokens))
@@ -143,8 +143,8 @@ def make_app(service: Service) -> FastAPI:
 # forbid scripts, styles and requests of any other origin, and setting markup from text.
 
 FOLDER = Path(__file__).parent / "web"
-# images: those that a person attaches; trusted types: the browser itself refuses innerHTML but of
-# what the sanitizer made
+# images: those that a user attaches; trusted types: the browser itself refuses innerHTML except
+# from the sanitizer
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -179,8 +179,8 @@ def add_page(app: FastAPI) -> None:
         return FileResponse(FOLDER / "index.html", headers=HEADERS)
 
 
-# Runs a server: HTTP in a thread, the engine in this one, until somebody asks for a stop.
-# A stop ends in order: nothing more is taken, what is under way may finish for a while, the rest is
+# Run a server: HTTP in a thread, the engine in this one, until a stop is asked for.
+# A stop has an order: new requests are refused, running ones may finish for a while, the rest is
 # cancelled, then the engine stops.
 
 SECONDS_TO_LOOK = 0.1

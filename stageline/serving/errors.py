@@ -40,7 +40,7 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client closed its connection before the answer."""
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
@@ -79,7 +79,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def of_validation(_: Request, error: RequestValidationError) -> JSONResponse:
-        # of a union each member complains: the one that got farthest is what was meant
+        # each member of a union complains: the one that got farthest was meant
         found = max(
             error.errors()[:100], key=lambda item: (item["type"] == "value_error", len(item["loc"]))
         )

@@ -1,4 +1,4 @@
-"""What every request passes first: its API key, the limits of its body, and counting."""
+"""Check each request first: its API key, the limits of its body; and count it."""
 
 import asyncio
 import hmac
@@ -78,11 +78,11 @@ class Gate:
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
 
     async def _read_body(self, request: Request) -> Receive:
-        """Return what receives the body from memory.
+        """Return a function that receives the body from memory.
 
         Raises:
-            ApiError: it is too large (413), too slow (408) or no JSON (415, 400).
-            ClientGone: nobody sends it any more.
+            ApiError: it is too large (413), too slow (408) or not JSON (415, 400).
+            ClientGone: the client closed its connection.
         """
         limit, seconds = self.settings.max_body_bytes, self.settings.read_seconds
         body, size = bytearray(), 0

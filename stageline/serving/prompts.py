@@ -1,4 +1,4 @@
-"""From the messages or texts of a request to what the engine takes. Runs in threads of its own.
+"""Turn the messages or texts of a request into prompts of the engine, in threads of their own.
 
 What users write stays plain text: their special tokens become none. Roles are a closed list, and
 the template is the model's.
@@ -166,12 +166,12 @@ class PromptMaker:
             raise self._refused(error) from None
 
     def _variables(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a request sets in the chat template: what it reads and nobody else sets."""
+        """Return the variables that a request sets in the chat template, after checking them."""
         given = dict(asked.get(_KWARGS) or {})
         effort = asked.get("reasoning_effort")
         refuse = functools.partial(bad_request, code="unsupported_parameter")
         if effort is not None and given.setdefault("reasoning_effort", effort) != effort:
-            raise refuse("reasoning_effort came twice. Give it once.", param=_KWARGS)
+            raise refuse("reasoning_effort is given twice. Give it once.", param=_KWARGS)
         if not given:
             return given
         template = ChatTemplate.of(self.processor)
@@ -224,7 +224,7 @@ class PromptMaker:
         return batch
 
     def _check_size(self, num_letters: int, param: str) -> None:
-        """Refuse what is too long by its letters alone: tokenizing takes seconds for megabytes."""
+        """Refuse a prompt with too many letters: tokenizing takes seconds for megabytes."""
         if self.max_length is None or num_letters <= self.max_length * self.longest_token:
             return
         raise bad_request(

@@ -1,6 +1,6 @@
-"""Between the event loop and the engine's thread: hands requests in, brings events back, counts.
+"""Pass requests from the event loop to the engine's thread, and events back, and count them.
 
-What a client leaves behind is cancelled; its place counts until the engine says that it is free.
+Requests of a client that is gone are cancelled; a place counts until the engine has freed it.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from stageline.inference.decoding.request import (
 from stageline.serving.errors import bad_request, of_engine, too_busy
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-# of the engine's statistics: name there -> what it is
+# name in the engine's statistics -> description
 _GAUGES = {
     "queued": "answers that wait for room in the engine",
     "running": "answers that the engine works on",
@@ -80,7 +80,7 @@ class Metrics:
         self.ends.labels(event.reason if isinstance(event, Finished) else word).inc()
 
     def see_request(self, route: str, status: int, seconds: float) -> None:
-        """Note the end of a request; status 499: nobody waited for an answer any more."""
+        """Note the end of a request; status 499: the client was gone before the answer."""
         self.requests.labels(route, str(status)).inc()
         self.seconds.labels(route).observe(seconds)
 
@@ -107,7 +107,7 @@ class RequestQueue:
 
     @property
     def most_places(self) -> int:
-        """As many answers can be under way."""
+        """Return the largest number of answers that can be running or queued."""
         return int(self.engine.stats().max_running) + self.max_queue
 
     @contextlib.contextmanager
@@ -167,7 +167,7 @@ class Reservation:
             yield number, event
 
     def leave(self) -> None:
-        """Give the room back: at once what was not used, the rest when the engine ended it."""
+        """Give the places back: unused ones at once, the rest when the engine has ended them."""
         self.owner.num_places -= self._num_unused
         self._num_unused = 0
         for key in list(self._open):
@@ -189,7 +189,7 @@ class Reservation:
             try:
                 asked = replace(request, key=key, adapter=self._adapter)
                 self.owner.engine.submit(asked, listen)
-            except Exception as error:  # as if it had failed later
+            except Exception as error:  # treat it as if it had failed later
                 take(Failed(key, error))
 
     def _take(self, number: int, key: str, asked_at: float, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""What all routes share: the model's name, threads for prompts, from a request to its events."""
+"""Service behind all routes: the model's name, threads for prompts, events of a request."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ from stageline.serving.settings import ServerSettings
 _SEEDS = 2**63
 SECONDS_TO_SAY_GOODBYE = 5.0
 LEAST = -9999.0  # JSON has no infinity; OpenAI writes this
-# what byte-level tokenizers write for each byte
+# byte-level tokenizers write such a letter for each byte
 _BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -96,7 +96,7 @@ class ResponseStream(Response):
             error = caught
         if not self._is_started:
             raise error
-        with contextlib.suppress(TimeoutError):  # nobody reads
+        with contextlib.suppress(TimeoutError):  # the client may not read
             async with asyncio.timeout(SECONDS_TO_SAY_GOODBYE):
                 if self._is_stream:
                     await self.event(error.body)

@@ -1,4 +1,4 @@
-"""Calls of tools: how a model writes them, grammars that make it do so, and reading them.
+"""Calls of tools: their formats, grammars that enforce them, and reading them.
 
 Models write calls as their chat templates showed them: `<tool_call>{...}</tool_call>` (Hermes,
 Qwen), `[TOOL_CALLS] [{...}]` (Mistral; the first word is a special token and not in the text), or
@@ -151,11 +151,11 @@ def form_of(
     """Return the form that an answer must have; may take a while.
 
     Args:
-        find_format: how the model writes calls.
+        find_format: returns the format in which the model writes calls.
 
     Returns:
-        Its grammar (None: it may be any text), and whether calls have a mark: then what is JSON
-        without one is no call.
+        Its grammar (None: it may be any text), and whether calls have a mark: then JSON without
+        one is not a call.
     """
     content, choice = guided_form(asked, matchers), asked.tool_choice
     tools = asked.tools or [] if choice != "none" else []
@@ -188,7 +188,7 @@ def form_of(
         param = f"tools.{place}.function.parameters"
         schema, is_strict = tool.function.parameters, bool(tool.function.strict)
         if not (is_strict or is_forced):
-            schema = {}  # nobody asked for it
+            schema = {}  # it is not enforced
         elif schema is None:
             schema = {"properties": {}, "additionalProperties": False}
         kind = schema.get("type", "object")
@@ -263,17 +263,17 @@ class FoundCall:
 
 
 class ToolReader:
-    """The text of an answer in which there may be calls, also while it is still being written.
+    """Reader of an answer that may contain calls, also while it is still being generated.
 
-    A call is told when it is whole. What only looks like one stays text.
+    A call is returned when it is whole. Text that only looks like one stays text.
 
     Args:
         names: of the tools that may be called; others' calls stay text. None: all is text.
-        is_single: tell the first call only.
-        is_marked: calls stand in <tool_call> alone; an answer that is JSON is text.
+        is_single: return only the first call.
+        is_marked: calls stand only in <tool_call>; an answer that is JSON is text.
 
     Attributes:
-        num_calls: so many were told.
+        num_calls: number of calls returned.
     """
 
     def __init__(
@@ -284,8 +284,8 @@ class ToolReader:
         self.is_marked = is_marked
         self.num_calls = 0
         self._held = ""
-        self._is_begun = False  # text was told, so the whole answer is no call
-        self._is_whole = False  # the answer began as JSON: it is told at the end
+        self._is_begun = False  # text was returned, so the whole answer is not a call
+        self._is_whole = False  # the answer began as JSON: it is returned at the end
 
     def add(self, text: str) -> list[str | FoundCall]:
         """Return what can be told after some more text."""

@@ -52,8 +52,8 @@ _OWN = "_own_names"
 class StreamedModel(nn.Module):
     """A wrapper that passes for the model inside, whose weights one optimizer thread updates.
 
-    The wrapped model is no submodule, so names of parameters and of the state are those of the
-    model. What the wrapper sets while it is made stays its own; later writes go to the model.
+    The wrapped model is not a submodule, so names of parameters and of the state are those of the
+    model. Attributes set in the constructor of the wrapper are its own; later ones go to the model.
 
     Args:
         optim_dtype: of the optimizer's parameters; default: the model's.
@@ -106,7 +106,7 @@ class StreamedModel(nn.Module):
         raise AttributeError(f"neither {type(self).__name__} nor its model has {name!r}")
 
     def train(self, mode: bool = True) -> Any:
-        """Sets the mode of the model."""
+        """Set the mode of the model."""
         self.__dict__["training"] = mode
         for model in self._forwards_to:
             model.train(mode)
@@ -115,7 +115,7 @@ class StreamedModel(nn.Module):
     def named_modules(
         self, memo: set | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Those of the model, by its names."""
+        """Yield the modules of the model, by its names."""
         return self._forwards_to[0].named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,13 +123,13 @@ class StreamedModel(nn.Module):
         return self._forwards_to[0].state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads into the model; the optimizer goes on from what was loaded."""
+        """Load into the model; the optimizer continues from these values."""
         loaded = self._forwards_to[0].load_state_dict(*args, **kwargs)
         self._values_changed()
         return loaded
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
-        """As a part of a larger model that loads its state."""
+        """Load this part of a larger model that loads its state."""
         for name, module in self._forwards_to[0].named_modules():
             inner = f"{prefix}{name}." if name else prefix
             module._load_from_state_dict(state_dict, inner, *args)
@@ -150,7 +150,7 @@ class StreamedModel(nn.Module):
         raise NotImplementedError
 
     def _make_masters(self) -> None:
-        """Gives what is trained a copy for the optimizer, and a second page."""
+        """Give each trained parameter a copy for the optimizer, and a second page."""
         raise NotImplementedError
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
@@ -160,7 +160,7 @@ class StreamedModel(nn.Module):
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `optim_parameters`, with the names that they have in the model.
+        """Yield `optim_parameters` with the names that they have in the model.
 
         Args:
             remove_duplicate: a parameter of several layers comes once; else under each name.
@@ -175,7 +175,7 @@ class StreamedModel(nn.Module):
     def step(
         self, step_fn: Callable[..., None], is_async: bool = True, *args: Any, **kwargs: Any
     ) -> None:
-        """Runs `step_fn(*args, **kwargs)` on the summed gradients in a thread of its own.
+        """Run `step_fn(*args, **kwargs)` on the summed gradients in a thread of its own.
 
         With V the weights that passes compute with and W those of the optimizer, V_0 = W_0:
         W_(t+1) = update(W_t, gradients at V_t). Synchronous: V_(t+1) = W_(t+1), and this waits.
@@ -191,8 +191,8 @@ class StreamedModel(nn.Module):
         """
         self._make_masters()
         self._take_shown_gradients()
-        # not for the gradients of this step, which are on their way: devices go on meanwhile. The
-        # back page is free, since its last readers come before these gradients
+        # do not wait for the gradients of this step, which are on their way: devices work meanwhile
+        # The back page is free, since its last readers come before these gradients
         self._worker.wait_for(self._last_step)
         self._flip()
         homes = [home for home, _ in self._updated()]
@@ -204,7 +204,7 @@ class StreamedModel(nn.Module):
             self._flip()
 
     def synchronize(self) -> None:
-        """Waits for all steps; parameters get their newest values, `.grad` what is summed.
+        """Wait for all steps; parameters get their newest values, `.grad` the sums.
 
         The sums stay: the next `step` uses them. What is done to `.grad` now holds for them, so
         an optimizer of the model's own parameters, and its `zero_grad`, can be used instead.
@@ -222,13 +222,13 @@ class StreamedModel(nn.Module):
     def _values_changed(self) -> None:
         """Parameters got values from elsewhere."""
         self._worker.wait()
-        self._turn_pages = False  # what a step made of the old values is not wanted any more
+        self._turn_pages = False  # values that a step made of the old ones are void
         with torch.no_grad():
             for home, master in self._updated():
                 master.copy_(home.parameter)
 
     def _flip(self) -> None:
-        """What the last step made becomes what passes compute with."""
+        """Let passes compute with the values of the last step."""
         if self._turn_pages:
             for home, _ in self._updated():
                 home.turn()
@@ -265,8 +265,8 @@ class Detour(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
         if ctx.is_used:
             raise RuntimeError(
-                "backward came a second time through one call of RoundPipe: what it kept is gone "
-                "after the first. Call the model again."
+                "backward ran a second time through one call of RoundPipe, but the first one frees "
+                "the saved tensors. Call the model again."
             )
         ctx.is_used = True
         return (None, None, None, *ctx.run_backward(gradients))
@@ -274,7 +274,7 @@ class Detour(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _generators_kept(run: Pass) -> Iterator[None]:
-    """Leaves the caller's generators as they are, where layers get seeds of their own."""
+    """Leave the caller's generators as they are, where layers get seeds of their own."""
     if run.seed is None:
         yield
         return
@@ -299,7 +299,7 @@ def _input_gradients(part: PassPart) -> list[torch.Tensor | None]:
 
 
 def _brought(flow: Flow | None, device: torch.device | str | None = None) -> Any:
-    """The value where the caller wants it, once it is there; None: on the host."""
+    """Wait for a value and return it on the device of the caller; None: on the host."""
     assert flow is not None
     here = bring(flow, None)
     here.mark.wait()
@@ -328,7 +328,7 @@ class RoundPipe(StreamedModel):
         name: for messages; default: the place of the call.
         model_run_config: settings of its calls, unless a call has its own.
         pin_model: how host memory is made fast for a GPU: `alloc` one pinned page a layer,
-            `register` pins the tensors where they lie, `off` leaves them, for weights that are
+            `register` pins the tensors where they are, `off` leaves them, for weights that are
             mapped from files. On a CPU all three leave them.
         lanes: the devices; default: every GPU, else the CPU.
     """
@@ -422,7 +422,7 @@ class RoundPipe(StreamedModel):
         return (total, merge_outputs(outputs, settings.merge_output)) if return_outputs else total
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Makes this the model that attributes are written to, and looked up in first.
+        """Make this the model that attributes are written to, and looked up in first.
 
         Names of parameters are its own.
         """
@@ -466,7 +466,7 @@ class RoundPipe(StreamedModel):
         segments: Sequence[range],
         settings: RoundPipeRunConfig,
     ) -> list[Any]:
-        """What the last layer makes of each micro-batch, without a graph."""
+        """Return the output of the last layer for each micro-batch, without a graph."""
         run.forward(stages, segments)
         outputs = [_brought(part.output, settings.output_device) for part in run.parts]
         self._settle(run)
@@ -497,7 +497,7 @@ class RoundPipe(StreamedModel):
             return found
 
         inputs = [leaf for part in run.parts for leaf in tensors_of(part.inputs.value)]
-        anchor = torch.zeros((), requires_grad=True)  # inputs alone need not want gradients
+        anchor = torch.zeros((), requires_grad=True)  # the inputs may need no gradients
         made = iter(Detour.apply(forward, backward, anchor, *inputs))
         leaves = [next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in kept["leaves"]]
         return pytree.tree_unflatten(leaves, kept["structure"])
@@ -517,7 +517,7 @@ class RoundPipe(StreamedModel):
         return Plan((*plan.forward, plan.backward[0]), ())
 
     def _settle(self, run: Pass) -> None:
-        """Lets the worker add up the gradients that are on their way; waits for buffers."""
+        """Let the worker add up the gradients that are on their way; wait for buffers."""
         for seat, mark in run.landed:
             if not seat.is_recomputed and any(hosted.buffers for hosted in seat.hosted_layers):
                 mark.wait()

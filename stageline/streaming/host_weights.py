@@ -1,8 +1,8 @@
-"""Where weights live on the host: the values that passes read, those the optimizer makes, sums.
+"""Weights on the host: the values that passes read, those of the optimizer, and gradient sums.
 
 Each parameter has two pages. A pass reads the front one; the optimizer writes the back one while
 the next pass runs, and turning the pages takes no copy. So no pass ever reads a half-written
-weight, at the price of one more copy of what is trained.
+weight, at the price of one more copy of the trained weights.
 """
 
 import functools
@@ -54,7 +54,7 @@ class Home:
         self.back = page
 
     def collect(self, gradient: torch.Tensor, dtype: torch.dtype | None) -> None:
-        """Adds a gradient to the sum."""
+        """Add a gradient to the sum."""
         if self.total is not None:
             add_to(self.total, gradient)
         elif self.spare is not None:  # new memory would cost more than the sum itself
@@ -63,7 +63,7 @@ class Home:
             self.total = gradient.to(dtype or gradient.dtype, copy=True)
 
     def show(self) -> None:
-        """Puts the sum into the parameter's `.grad`; it stays the sum."""
+        """Put the sum into the parameter's `.grad`; it stays the sum."""
         if self.total is not None:
             with torch.inference_mode(False):
                 gradient = self.total.to(self.parameter.dtype, copy=True)
@@ -72,7 +72,7 @@ class Home:
             self.parameter.grad = None
 
     def take_shown_gradient(self) -> None:
-        """What was done to the gradient that was shown holds for the sum: cleared, clipped."""
+        """Apply to the sum what was done to the gradient that was shown: cleared, clipped."""
         if self.shown is None:
             return
         (gradient, version), self.shown = self.shown, None
@@ -124,7 +124,7 @@ class HostWeights:
             home.make_master(dtype, page)
 
     def staged_for(self, home: Home) -> torch.Tensor:
-        """Where the gradient of a parameter arrives; made when the first one comes."""
+        """Return the memory where the gradient of a parameter arrives; made at its first use."""
         if id(home.parameter) not in self.staged:
             trained = [each.parameter for each in self.homes if each.parameter.requires_grad]
             views = page_views(trained)
@@ -165,7 +165,7 @@ def page_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def offsets(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins in a run of bytes, and how long the run is."""
+    """Return the start of each tensor in a run of bytes, and the length of the run."""
     starts, end = [], 0
     for tensor in tensors:
         starts.append(end)
@@ -193,10 +193,10 @@ def add_to(total: torch.Tensor, addend: torch.Tensor) -> None:
 
 
 def host_bytes(hosted_layers: Sequence[HostWeights], optim_dtype: torch.dtype | None) -> int:
-    """What weights, their second pages, gradients, their sums and the optimizer's copies take.
+    """Return the bytes of weights, second pages, gradients, their sums and the optimizer's copies.
 
-    Without the optimizer's own state, which is the optimizer's to choose (AdamW: two more values
-    a trained parameter).
+    The optimizer's own state is not included, as it depends on the optimizer (AdamW: two more
+    values a trained parameter).
     """
     total, paged = 0, set[int]()
     for hosted in hosted_layers:
@@ -212,7 +212,7 @@ def host_bytes(hosted_layers: Sequence[HostWeights], optim_dtype: torch.dtype | 
 
 
 def _page_bytes(tensors: Sequence[torch.Tensor], *, is_pinned: bool | None = None) -> int:
-    """What the run of bytes that holds these takes; pinned ones as torch makes their blocks."""
+    """Return the size of a run of bytes with these tensors; if pinned, that of torch's block."""
     if not (accelerators() if is_pinned is None else is_pinned):
         return sum(tensor.nbytes for tensor in tensors)
     return pinned_block(offsets(tensors)[1])
@@ -221,7 +221,7 @@ def _page_bytes(tensors: Sequence[torch.Tensor], *, is_pinned: bool | None = Non
 def check_host_memory(
     hosted_layers: Sequence[HostWeights], optim_dtype: torch.dtype | None
 ) -> None:
-    """Refuses to train what would drive the machine out of memory, before anything is taken.
+    """Refuse a model that would exceed the memory of the machine, before any is allocated.
 
     Raises:
         MemoryError: says what is needed and what there is.
@@ -238,14 +238,14 @@ def check_host_memory(
 def make_pages(
     hosted_layers: Sequence[HostWeights], pin_model: str, *, device: torch.device, owner: object
 ) -> None:
-    """Puts weights where an accelerator fetches them quickly.
+    """Move weights to memory from which an accelerator fetches them quickly.
 
     Args:
-        owner: memory that is registered where it lies is given back when this is gone.
+        owner: memory that is registered in place is unregistered when this object is deleted.
 
     Raises:
-        ValueError: no such way of pinning.
-        UserError: it is none of this device.
+        ValueError: `pin_model` is unknown.
+        UserError: this device does not support it.
         RuntimeError: the driver refuses to pin.
     """
     if pin_model not in ("alloc", "register", "off"):
@@ -253,15 +253,15 @@ def make_pages(
     if not is_accelerator(device) or pin_model == "off":
         return
     for hosted in hosted_layers:
-        # those that a pass changes come home, and who starts a copy to other memory waits for it
+        # buffers that a pass changes are copied back, and a copy to pageable memory would block
         for buffer in hosted.buffers:
             if not buffer.is_pinned():
                 buffer.data = buffer.detach().pin_memory()
     if pin_model == "register":
         if device.type != "cuda":
             raise UserError(
-                f"`pin_model` register came for {device}; memory is pinned in place by "
-                "cudaHostRegister, on a GPU of CUDA. Use `pin_model` alloc or off."
+                f"`pin_model` register does not work on {device}, as memory is pinned in place by "
+                "cudaHostRegister of CUDA. Use `pin_model` alloc or off."
             )
         values = [home.parameter.detach() for home in all_homes(hosted_layers)]
         runs = _register([each for each in values if not each.is_pinned()])
@@ -277,7 +277,7 @@ def make_pages(
 
 
 def _register(values: Sequence[torch.Tensor]) -> list[Run]:
-    """Pins memory where it lies."""
+    """Pin memory in place."""
     done: list[Run] = []
     for run in page_runs((each.data_ptr(), each.data_ptr() + each.nbytes) for each in values):
         code = int(torch.cuda.cudart().cudaHostRegister(run[0], run[1] - run[0], 0))
@@ -292,7 +292,7 @@ def _register(values: Sequence[torch.Tensor]) -> list[Run]:
 
 
 def _unregister(runs: Sequence[Run]) -> None:
-    """Unpins memory; else another model whose memory lies there could not be pinned."""
+    """Unpin memory; else another model at the same addresses could not be pinned."""
     torch.cuda.synchronize()  # copies on their way read it
     for start, _ in runs:
         torch.cuda.cudart().cudaHostUnregister(start)
@@ -351,9 +351,9 @@ def _twin(module: nn.Module, tensors: Mapping[int, torch.Tensor], made: dict[int
 
 
 def _rebound(value: Any, made: Mapping[int, Any]) -> Any:
-    """A method of a module (a wrapped `forward`, a hook) as that of its twin; others as they are.
+    """Rebind a method of a module (a wrapped `forward`, a hook) to its twin; keep other values.
 
-    Of a module that stands above it, or is it.
+    `made` has twins of modules above a layer and of the layer itself.
     """
     if isinstance(value, types.MethodType) and id(value.__self__) in made:
         return types.MethodType(value.__func__, made[id(value.__self__)])
@@ -361,6 +361,6 @@ def _rebound(value: Any, made: Mapping[int, Any]) -> Any:
         arguments = [_rebound(each, made) for each in value.args]
         keywords = {name: _rebound(each, made) for name, each in value.keywords.items()}
         return functools.partial(_rebound(value.func, made), *arguments, **keywords)
-    if isinstance(value, OrderedDict):  # of hooks: those that a shell gets are its own
+    if isinstance(value, OrderedDict):  # hooks: a shell gets a dictionary of its own
         return OrderedDict((key, _rebound(each, made)) for key, each in value.items())
     return value

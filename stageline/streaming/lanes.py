@@ -1,7 +1,7 @@
-"""A device that stages run on: its queues, and the buffers that weights and gradients lie in.
+"""A device that stages run on: its queues, and its buffers of weights and gradients.
 
-The controller gives work to queues in one order and never waits for it; what must not overtake
-is said by marks. On a CPU a queue works at once, on an accelerator it is a stream. Work is a
+The controller gives work to queues in one order and never waits for it; marks set the order between
+queues. On a CPU a queue works at once, on an accelerator it is a stream. Work is a
 function without a result: a queue may run it later.
 """
 
@@ -23,7 +23,7 @@ class Mark:
     events: tuple[torch.Event, ...] = ()
 
     def wait(self) -> None:
-        """Returns when all work before it is done."""
+        """Wait until all work before it is done."""
         for event in self.events:
             event.synchronize()
 
@@ -35,7 +35,7 @@ class Queue:
     """Runs what it is given, in order. This one works at once, in the caller's thread."""
 
     def run(self, work: Callable[[], object]) -> None:
-        """Runs it after what came before."""
+        """Run a function after the work before it."""
         work()
 
     def record(self) -> Mark:
@@ -43,11 +43,11 @@ class Queue:
         return DONE
 
     def after(self, mark: Mark) -> None:
-        """What comes now waits for a mark of any queue."""
+        """Make later work of this queue wait for a mark of any queue."""
         mark.wait()
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """Keeps the memory of a tensor of another queue until this queue's work is done.
+        """Keep the memory of a tensor of another queue until this queue's work is done.
 
         Called by the work that reads it, before the tensor can be dropped.
         """
@@ -79,7 +79,7 @@ class StreamQueue(Queue):
 
 
 def mark_of_caller(tensors: Iterable[torch.Tensor]) -> Mark:
-    """Where tensors that the caller made are ready: streams of lanes don't wait for his."""
+    """Return the mark where tensors of the caller are ready: lanes do not wait for its streams."""
     devices = set(filter(is_accelerator, (each.device for each in tensors)))
     modules = [(torch.get_device_module(device), device) for device in devices]
     marks = [StreamQueue(module.current_stream(device)).record() for module, device in modules]
@@ -127,7 +127,7 @@ class BufferPool:
         self._allocate = allocate or plain
 
     def take(self, num_bytes: int) -> Buffer:
-        """A buffer of at least so many bytes; others may use it up to its mark.
+        """Take a buffer of at least `num_bytes`; others may use it up to its mark.
 
         Raises:
             DeviceBudgetError: the budget has no room for it.
@@ -145,12 +145,12 @@ class BufferPool:
         return Buffer(data)
 
     def give(self, buffer: Buffer, mark: Mark) -> None:
-        """Takes a buffer back; work up to `mark` still uses it."""
+        """Take a buffer back; work up to `mark` still uses it."""
         buffer.mark = mark
         self._idle.append(buffer)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Drops idle buffers, the largest first, until a new one fits."""
+        """Drop idle buffers, the largest first, until a new one fits."""
         if self.budget is None:
             return
         idle = sum(each.data.nbytes for each in self._idle)
@@ -218,7 +218,7 @@ class Lane:
         return self.outward.record()
 
     def seed(self, seed: int) -> None:
-        """Seeds the generators that a layer on this lane draws from."""
+        """Seed the generators that a layer on this lane draws from."""
         for generator in generators_of([self.device]):
             generator.manual_seed(seed)
 
@@ -247,23 +247,23 @@ class OptimizerThread:
         self._last: Future | None = None
 
     def submit(self, job: Callable[[], Any]) -> Future:
-        """Runs a job after those before it; the `result()` of the future raises as well."""
+        """Run a job after those before it; the `result()` of the future raises as well."""
         self.check()
         self._last = self._executor.submit(self._run, job)
         return self._last
 
     def wait(self) -> None:
-        """Returns when all jobs are done."""
+        """Wait until all jobs are done."""
         self.wait_for(self._last)
 
     def wait_for(self, job: Future | None) -> None:
-        """Returns when this job and those before it are done."""
+        """Wait until this job and those before it are done."""
         if job is not None:
             job.exception()
         self.check()
 
     def check(self) -> None:
-        """Raises what a job raised."""
+        """Raise the error of a job."""
         if self._error is not None:
             raise self._error
 

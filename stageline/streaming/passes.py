@@ -42,8 +42,8 @@ class Flow:
 
     Attributes:
         value: nested tuples, lists and dicts of tensors and anything else.
-        lane: whose device it lies on; None: the host.
-        mark: where it is ready.
+        lane: the value is on its device; None: on the host.
+        mark: the value is ready there.
     """
 
     value: Any
@@ -52,7 +52,7 @@ class Flow:
 
 
 def layer_seed(base: int, layer: int, part: int, num_parts: int) -> int:
-    """What a layer's random numbers of a micro-batch begin from: the same on any lane and plan."""
+    """Return the seed of a layer for a micro-batch: the same on any lane and plan."""
     return (base + _GOLDEN * (1 + layer * num_parts + part)) % _SEEDS
 
 
@@ -114,7 +114,7 @@ def detached(value: Any, *, requires_grad: bool) -> Any:
 
 
 def on_host(value: Any) -> Flow:
-    """What the caller gave; if it lies on a GPU after all, then where his stream is now."""
+    """Return a flow of the caller's value; if it is on a GPU, ready when its stream gets here."""
     return Flow(value, mark=mark_of_caller(tensors_of(value)))
 
 
@@ -223,7 +223,7 @@ class StagePass:
             self.lane.compute.after(self._arrived[max(arrived)])
 
     def open(self) -> None:
-        """Makes the stage ready to compute; what is missing comes now, layer by layer."""
+        """Make the stage ready to compute; missing layers are copied now, one by one."""
         if self._weights is None:
             self._begin_upload()
         self.upload(1.0)
@@ -232,7 +232,7 @@ class StagePass:
         self.shells = [shell_of(hosted.layer, self._on_device) for hosted in self.hosted_layers]
 
     def close(self) -> Mark:
-        """Sends gradients and buffers home, gives the memory back; they are there at the mark."""
+        """Send gradients and buffers to the host, where they are at the mark; free the memory."""
         computed = self.lane.compute.record()
         outward = self.lane.outward
         outward.after(computed)
@@ -246,7 +246,7 @@ class StagePass:
 
             def buffers_home() -> None:
                 for hosted, shell in zip(layers, shells, strict=True):
-                    # of the shell's own: a layer may put a new tensor in the place of a buffer
+                    # read these from the shell: a layer may put a new tensor in place of a buffer
                     for host, device in zip(hosted.buffers, shell.buffers(), strict=True):
                         host.copy_(device, non_blocking=True)
 
@@ -260,22 +260,22 @@ class StagePass:
         return gone
 
     def abandon(self) -> None:
-        """Gives the memory back after an error; what was computed is lost."""
+        """Free the memory after an error; the results are lost."""
         held = [each for each in (self._weights, self._gradients) if each is not None]
         if held:
-            mark = self.lane.all_done()  # what was on its way in must not land in the next user
+            mark = self.lane.all_done()  # copies on their way in must not reach the next user
             for buffer in held:
                 self.lane.pool.give(buffer, mark)
         self._let_go()
 
     def _let_go(self) -> None:
-        """Keeps no view of the buffers: the pool must be able to free them."""
+        """Keep no view of the buffers: the pool must be able to free them."""
         self._weights = self._gradients = None
         self._on_device, self._waiting, self.shells = {}, [], []
 
     @property
     def sent(self) -> list[tuple[HostWeights, Home]]:
-        """Where each gradient goes; that of a parameter of several layers goes once."""
+        """Return the target of each gradient; that of a parameter of several layers goes once."""
         if not self.makes_gradients:
             return []
         first = {
@@ -288,8 +288,8 @@ class StagePass:
 
     def _begin_upload(self) -> None:
         parameters = [home.parameter.detach() for home in self._homes.values()]
-        # what the device changes is copied, and where it is recomputed it starts from here: before
-        # the forward pass, whose changes come home while recomputation may be on its way already
+        # buffers that the device changes are copied before the forward pass, and recomputation
+        # starts from the copy: changes come back while recomputation may be on its way already
         new = self._buffers.keys() - self._snapshots.keys()
         self._snapshots |= {key: self._kept(self._buffers[key]) for key in new}
         origin = self._snapshots if self.is_recomputed else self._buffers
@@ -326,7 +326,7 @@ class StagePass:
         self.lane.compute.run(self._gradients.data.zero_)
 
     def _make_gradients(self) -> None:
-        """Leaves that add their gradients up in one run of bytes; see `zero_gradients`."""
+        """Return leaves that add their gradients up in one run of bytes; see `zero_gradients`."""
         trained = [home for home in self._homes.values() if home.parameter.requires_grad]
         starts, num_bytes = offsets([home.parameter for home in trained])
         self._gradients = self.lane.pool.take(max(num_bytes, 1))
@@ -394,20 +394,20 @@ class Pass:
 
     def __post_init__(self) -> None:
         self._snapshots: dict[int, torch.Tensor] = {}
-        self._aside_bytes = 0  # of layers' inputs that the backward pass will want
-        self._kept: dict[Hashable, tuple] = {}  # what layers save for their recomputation
+        self._aside_bytes = 0  # inputs of layers that the backward pass will read
+        self._kept: dict[Hashable, tuple] = {}  # values that layers save for recomputation
         trained = [number for number, hosted in enumerate(self.hosted_layers) if hosted.is_trained]
         first = min(trained, default=len(self.hosted_layers))
         self._first_graph = 0 if self.input_gradients else first
 
     def forward(self, stages: Sequence[range], segments: Sequence[range] = ()) -> None:
-        """Runs layers without a graph; keeps the input of each segment."""
+        """Run layers without a graph; keep the input of each segment."""
         self._go([(FORWARD, stage, ()) for stage in stages], keeps={s.start for s in segments})
         for part in self.parts:
             part.output = part.flow
 
     def forward_backward(self, plan: Plan) -> None:
-        """Runs a whole plan; gradients end on the host weights and in the parts."""
+        """Run a whole plan; gradients end on the host weights and in the parts."""
         turn, *later = plan.backward
         slots: list[Slot] = [(FORWARD, stage, ()) for stage in plan.forward]
         slots.append((TURN, turn, (turn,)))
@@ -415,17 +415,17 @@ class Pass:
         self._go(slots, keeps={s.start for _, _, segments in slots for s in segments})
 
     def backward(self, stages: Sequence[range]) -> None:
-        """Runs backward from `part.gradients`, which are those of the outputs."""
+        """Run backward from `part.gradients`, which are those of the outputs."""
         self._go(self._backward_slots(stages), keeps=set())
 
     def segments(self, stages: Sequence[range]) -> list[range]:
-        """What is recomputed at once."""
+        """Return the ranges of layers that are recomputed at once."""
         if not self.by_layer:
             return list(stages)
         return [range(layer, layer + 1) for stage in stages for layer in stage]
 
     def _backward_slots(self, stages: Sequence[range]) -> list[Slot]:
-        """Without those before the first layer that is trained: nobody wants their gradients."""
+        """Return the backward slots, without stages before the first trained layer."""
         wanted = [stage for stage in stages if stage.stop > self._first_graph]
         return [(BACKWARD, stage, tuple(self.segments([stage]))) for stage in wanted]
 
@@ -508,7 +508,7 @@ class Pass:
             leaving.value = [leaf.grad for leaf in float_leaves(graph.start)]
 
         lane.compute.run(finish)
-        # the caller may read the loss, and prepare the next step, beside the backward pass
+        # the caller may read the loss and prepare the next step during the backward pass
         loss.mark = output.mark = lane.compute.record()
         if place == 0:
             seat.zero_gradients()
@@ -516,7 +516,7 @@ class Pass:
         leaving.mark = lane.compute.record()
 
     def _backward(self, seat: StagePass, stage: range, segment: range, place: int) -> None:
-        """Computes a segment again, now with a graph, and its gradients."""
+        """Compute a segment again with a graph, and then its gradients."""
         part, lane = self.parts[place], seat.lane
         began = bring(part.saved.pop(segment.start, part.inputs), lane)
         assert part.gradients is not None
@@ -560,7 +560,7 @@ class Pass:
 
         def begin() -> None:
             read_by(queue, began, *others)
-            # what a graph begins with needs gradients if anything before it does
+            # the input of a graph needs gradients if anything before it does
             needs = self.input_gradients or segment.start > self._first_graph
             graph.start = graph.value = (
                 began.value if saved is not None else detached(began.value, requires_grad=needs)
@@ -584,9 +584,9 @@ class Pass:
         return graph
 
     def _layers(self, seat: StagePass, stage: range) -> Callable[[int, Any, int], Any]:
-        """What runs a layer of a stage on a value, with random numbers of its own.
+        """Return a function that runs a layer of a stage, with random numbers of its own.
 
-        The shells of now: the seat drops them when it is closed, and work may run after that.
+        It holds the shells: the seat drops them when it is closed, and work may run after that.
         """
         shells, lane, seed = seat.shells, seat.lane, self.seed
 

@@ -1,4 +1,4 @@
-"""Which layers are a stage, in which order stages and micro-batches run, and what that takes.
+"""Plan a pass: the layers of each stage, the order of stages and micro-batches, and the cost.
 
 A pass goes through *slots*: the forward stages, then the backward stages from deep to shallow.
 Slot i runs on lane i mod n, all micro-batches of it before the lane's next slot. The first
@@ -37,7 +37,7 @@ class Plan:
         return len(self.forward) + len(self.backward)
 
     def check(self, num_layers: int) -> None:
-        """Refuses what leaves a layer out or runs it twice.
+        """Refuse a plan that leaves a layer out or runs it twice.
 
         Raises:
             ValueError: names the first layer that is wrong.
@@ -58,10 +58,10 @@ class Plan:
 
 
 def wavefront(num_slots: int, num_lanes: int, num_microbatches: int) -> Iterator[tuple[int, int]]:
-    """(slot, micro-batch) in the order in which equal slots would start.
+    """Yield (slot, micro-batch) in the order in which equal slots would start.
 
     Each comes after the same micro-batch of the slot before, after the micro-batch before of the
-    same slot, and after all of the lane's slot before. Of equal starts the earlier slot comes
+    same slot, and after all of the lane's slot before. Among equal starts the earlier slot comes
     first: others wait for it.
     """
     starts = start_times([1.0] * num_slots, num_lanes, num_microbatches)
@@ -74,7 +74,7 @@ def wavefront(num_slots: int, num_lanes: int, num_microbatches: int) -> Iterator
 
 
 def start_times(times: Sequence[float], num_lanes: int, num_microbatches: int) -> list[list[float]]:
-    """When each micro-batch of each slot starts.
+    """Return the start time of each micro-batch of each slot.
 
     Args:
         times: of one micro-batch in each slot.
@@ -94,13 +94,13 @@ def start_times(times: Sequence[float], num_lanes: int, num_microbatches: int) -
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer takes.
+    """Time and memory of one layer.
 
     Attributes:
         forward, backward: time of a micro-batch, in any unit; backward without recomputation.
         weight_bytes: on the device while it runs.
         gradient_bytes: the same of its gradients; 0 of a frozen layer.
-        activation_bytes: of a micro-batch, what its backward pass keeps.
+        activation_bytes: bytes of a micro-batch that its backward pass keeps.
     """
 
     forward: float
@@ -121,14 +121,14 @@ def choose(
     num_microbatches: int,
     budget: int | None = None,
 ) -> Plan:
-    """The plan that takes least time by `start_times`; of equal ones that with fewest slots.
+    """Return the plan with the least time by `start_times`, and then the fewest slots.
 
     Args:
         budget: bytes of a device; a stage gets half of it, because the next one is fetched
             while it runs. None: no limit.
 
     Raises:
-        ValueError: one layer alone does not fit.
+        ValueError: a single layer does not fit.
     """
     room = None if budget is None else budget // 2
     for number, cost in enumerate(costs):
@@ -165,7 +165,7 @@ def slot_times(plan: Plan, costs: Sequence[LayerCost]) -> list[float]:
 
 
 def _cut(costs: Sequence[LayerCost], room: int | None, *, limit: float, is_even: bool) -> Plan:
-    """Few stages within the time limit and the room, evened out where lanes share them."""
+    """Return few stages within the limits of time and memory, evened out where lanes share them."""
     both = [cost.forward + cost.backward for cost in costs]
     backward_bytes = [cost.backward_bytes for cost in costs]
     # from the last layer on, so that the first backward stage is a full one

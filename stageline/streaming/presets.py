@@ -1,4 +1,4 @@
-"""Makes a row of layers of a model of transformers: its stages, of one layer each.
+"""Make a row of layers of a model of transformers: its stages, of one layer each.
 
 The first piece embeds, the last one has the head, and each piece between them is a layer. As on the
 stages of a pipeline, the model's own forward runs in every piece, and the split plan says what
@@ -94,7 +94,7 @@ class Piece(Spliced, nn.Module):
         return made, (*routers, *found), has_pictures, Fixed((left,))
 
     def _inputs(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What the forward of each piece takes; a device is asked about its values here alone."""
+        """Return the arguments of the forward of each piece; only this waits for a device."""
         names = list(inspect.signature(type(self.original).forward).parameters)[1:]
         given = dict(zip(names, args, strict=False)) | kwargs
         inputs = {name: value for name, value in given.items() if value is not None}
@@ -115,7 +115,7 @@ class Piece(Spliced, nn.Module):
         return inputs
 
     def _give_routers(self, base: nn.Module, args: tuple, output: Any) -> None:
-        """Gives the last piece what the layers of others recorded."""
+        """Give the last piece the records of all other layers."""
         if self._routers is not None:
             output[ROUTER_LOGITS] = self._routers
 
@@ -127,7 +127,7 @@ def sequential_of(model: nn.Module) -> nn.Sequential:
         NoPresetError: the model is not one of transformers, or cannot be split exactly.
     """
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "base_model_prefix"):
-        raise NoPresetError(f"{type(model).__name__} is no model of transformers")
+        raise NoPresetError(f"{type(model).__name__} is not a model of transformers")
     config: Any = model.config
     takes = inspect.signature(type(model).forward).parameters
     if config.is_encoder_decoder or "input_features" in takes:

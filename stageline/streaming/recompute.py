@@ -1,4 +1,4 @@
-"""What a layer may keep from its forward pass for its recomputation.
+"""Keep values of the forward pass of a layer for its recomputation.
 
 A choice that the recomputation has to repeat (experts of a router, a count that the host waits
 for) is saved in forward and looked up when the layer runs again:
@@ -58,7 +58,7 @@ def doing_recompute() -> bool:
 
 
 def save_for_recompute(*data: Any) -> None:
-    """Keeps data for the recomputation of this layer on this micro-batch; once in a layer.
+    """Keep data for the recomputation of this layer on this micro-batch; once in a layer.
 
     Raises:
         RuntimeError: a second time, or in the recomputation itself.
@@ -76,10 +76,10 @@ def save_for_recompute(*data: Any) -> None:
 
 
 def get_recompute_data() -> tuple:
-    """What this layer saved on this micro-batch.
+    """Return the values that this layer saved on this micro-batch.
 
     Raises:
-        RuntimeError: nothing was saved, or this is no recomputation.
+        RuntimeError: nothing was saved, or this is not a recomputation.
     """
     now = _running.get()
     if now is None or not now.is_recomputed or now.key not in now.kept:

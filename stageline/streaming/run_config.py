@@ -1,4 +1,4 @@
-"""How one call runs through the streaming engine, and how its values become micro-batches.
+"""Settings of a call of the streaming engine, and the split of its values into micro-batches.
 
 A call's settings win over the model's. Values are tuples, lists and dicts of tensors and of
 anything else. Splitting copies nothing: parts of a tensor are views, which gradients flow through.
@@ -25,12 +25,12 @@ class RoundPipeRunConfig:
 
     Attributes:
         requires_grad: outputs join autograd [whether gradients are on].
-        output_device: where outputs lie [host].
+        output_device: device of the outputs [host].
         preserve_rng_state: random numbers of a layer are drawn from seeds of their own, which
             recomputation draws again [True].
-        recompute_grain: of what a backward pass is recomputed from its input at once: a whole
+        recompute_grain: the unit that a backward pass recomputes from its input at once: a whole
             `stage` [default] or a `layer`, which keeps more inputs and fewer activations.
-        num_microbatch: at most so many micro-batches [devices + 1].
+        num_microbatch: largest number of micro-batches [devices + 1].
         split_input: (spec of args, spec of kwargs) or `f(args, kwargs, n) -> (list, list)`;
             [tensors of the batch's size are cut along dimension 0, the rest is repeated].
         split_label: spec or `f(label, n) -> list` [as inputs].
@@ -60,7 +60,7 @@ class RoundPipeRunConfig:
         return RoundPipeRunConfig(**merged)
 
     def filled(self, num_lanes: int) -> "RoundPipeRunConfig":
-        """With the defaults in place of what is None, but for the plan and the ways to split.
+        """Return the settings with defaults for None, except for the plan and the splits.
 
         Raises:
             ValueError: a value that no call can have.
@@ -84,7 +84,7 @@ class RoundPipeRunConfig:
 
 
 def place_of_call() -> str:
-    """file:line of whoever called into this room."""
+    """Return file:line of the call into this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__):
         frame = frame.f_back
@@ -207,7 +207,7 @@ def _equal(values: tuple[Any, ...]) -> Any:
 
 
 def _batch_size(value: Any) -> int | None:
-    """Of the first tensor with dimensions, outside or inside of what is packed."""
+    """Return the first dimension of the first tensor that has one, also inside of packed values."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Packed):
             sizes = [_batch_size(part) for part in leaf]

@@ -1,4 +1,4 @@
-"""Runs an optimizer step's passes, or an evaluation, of a model that streams. Knows no optimizer.
+"""Run the passes of an optimizer step or an evaluation of a streamed model, without optimizer.
 
 It has the interface of `stageline.pipeline.runner.PipelineRunner`, with all stages in one process.
 """
@@ -36,11 +36,11 @@ LossFn = Callable[[Output, MicroBatch], torch.Tensor]
 class StageWeights:
     """The trained parameters of all stages, by name, as the trainer's optimizer sees them.
 
-    The counterpart of MasterWeights: the optimizer's parameters and the sums of gradients lie on
+    The counterpart of MasterWeights: the optimizer's parameters and the sums of gradients are on
     the host, in float32, and a step runs in the engine's thread.
 
     Args:
-        stale: a step runs beside the passes of the next one, which so have the weights before it.
+        stale: a step runs during the passes of the next one, which use the weights before it.
 
     Attributes:
         parameters: what the optimizer updates; their `.grad` is there from `take` on.
@@ -64,14 +64,14 @@ class StageWeights:
         }
 
     def take(self) -> None:
-        """Shows the sums of gradients, once the step before and all passes are over."""
+        """Show the sums of gradients, once the step before and all passes are over."""
         self._pipe._worker.wait()
         for home, master in self._homes:
             master.grad = home.total
         self._is_given = False
 
     def zero_grad(self) -> None:
-        """Forgets all gradients; those of a step that may still run are its own."""
+        """Forget all gradients; those of a step that may still run are its own."""
         if self._is_given:
             return
         self._pipe._worker.wait()
@@ -79,7 +79,7 @@ class StageWeights:
             home.total = master.grad = None
 
     def update(self, step: Callable[[], object]) -> None:
-        """Runs an optimizer step on the gradients that are there.
+        """Run an optimizer step on the gradients that are there.
 
         Raises:
             Exception: what this step raised, or of a stale one the step before.
@@ -96,26 +96,26 @@ class StageWeights:
         self._pipe.step(run, is_async=self._stale)
 
     def write_back(self) -> None:
-        """Rounds the optimizer's values into the model."""
+        """Round the optimizer's values into the model."""
         self._pipe.step(lambda: None, is_async=False)
 
     def take_shares(self) -> None:
         """There are none."""
 
     def settle(self) -> None:
-        """Returns when all steps are done, and the model has their values."""
+        """Wait until all steps are done, and the model has their values."""
         self._pipe.synchronize()
 
 
 @dataclass
 class StreamedCall:
-    """What holds for all passes of one call; stages ask it.
+    """State of one call, which stages read in all its passes.
 
     The micro-batches themselves, small integers, are read by each stage where it runs; a device
     gets them once.
 
     Attributes:
-        seeds: settles what a forward pass draws at random; recomputation draws the same again.
+        seeds: of the random numbers of a forward pass; recomputation draws the same again.
         batches: on the host.
         recorder: sees each forward pass, recomputation too.
         on_output: of an evaluation, gets the output of the last stage, which then goes nowhere.
@@ -128,9 +128,9 @@ class StreamedCall:
     _there: dict[tuple[int, torch.device], MicroBatch] = field(default_factory=dict)
 
     def batch(self, index: int, device: torch.device, *, with_pixels: bool = False) -> MicroBatch:
-        """A micro-batch on a device; pixels are large, and for the first stage alone.
+        """Return a micro-batch on a device; pixels are large, and only for the first stage.
 
-        Called by work of the device's compute queue, which all that reads it runs in.
+        Only work of the device's compute queue calls this and reads the result.
         """
 
         def moved(*, pixels: bool) -> MicroBatch:
@@ -179,15 +179,15 @@ class StageLayer(nn.Module):
 
 
 class StreamingRunner:
-    """Streams stages, all of them in host memory, through the devices of this machine.
+    """Runner that streams stages from host memory through the devices of this machine.
 
     Args:
         models: the stage models, in their order.
-        group: a process group of this process alone.
-        seed: of what training steps draw at random; None leaves the generators alone.
+        group: a process group with only this process.
+        seed: of the random numbers of training steps; None: the generators are not seeded.
         plan: which stages are on a device together; None: chosen by size and budget.
         by_layer: recompute stage by stage, and not all that are on a device together at once.
-        stale: an optimizer step runs beside the passes of the next one.
+        stale: an optimizer step runs during the passes of the next one.
         pin_model: how host memory is made fast for a GPU, see `RoundPipe`.
 
     Attributes:
@@ -212,7 +212,7 @@ class StreamingRunner:
         pin_model: PinModel = "alloc",
     ) -> None:
         self.local = LocalStages(models)
-        self.device = torch.device("cpu")  # of what the trainer adds up
+        self.device = torch.device("cpu")  # the trainer adds up on it
         self.group = group
         self.schedule = streaming_schedule(len(models))
         self.flow = grad_flow([trains(model) for model in self.local])
@@ -245,7 +245,7 @@ class StreamingRunner:
         return list(range(self.num_micro_batches))
 
     def check_plan(self, num_micro_batches: int) -> None:
-        """Raises ValueError, with the layer or stage, for a budget that no step can keep."""
+        """Raise ValueError, with the layer or stage, for a budget that no step can keep."""
         costs, budget = costs_of(self.pipe._hosted_layers), self._lanes[0].pool.budget
         plan = self._plan_of_steps
         if plan is None:
@@ -261,7 +261,7 @@ class StreamingRunner:
                 )
 
     def make_weights(self, named_parameters: dict[str, nn.Parameter]) -> StageWeights:
-        """What the optimizer of a `TrainStep` updates."""
+        """Make the weights that the optimizer of a `TrainStep` updates."""
         self._weights = StageWeights(self.pipe, named_parameters, stale=self.stale)
         return self._weights
 
@@ -318,7 +318,7 @@ class StreamingRunner:
             self.local.train(was_training)
 
     def _inputs(self, args: tuple, kwargs: dict, count: int) -> tuple[list[tuple], list[dict]]:
-        """What the first stage begins with: the micro-batches are cut already."""
+        """Return the inputs of the first stage: the micro-batches are split already."""
         values = [
             ((index, (batch["input_ids"],)),) for index, batch in enumerate(self.call.batches)
         ]
@@ -333,7 +333,7 @@ def streaming_schedule(num_stages: int) -> Schedule:
 
 
 def even_plan(num_stages: int, size: int) -> Plan:
-    """So many stages at a time on a device, counted from the last one; fewer at the front."""
+    """Return a plan of `size` stages at a time, counted from the last one; fewer at the front."""
     ends = range(num_stages, 0, -size)
     backward = tuple(range(max(0, end - size), end) for end in ends)
     return Plan(tuple(reversed(backward[1:])), backward)

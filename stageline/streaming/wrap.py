@@ -1,4 +1,4 @@
-"""Turns a model into RoundPipes by rules: a preset, or by size and kind of its modules.
+"""Turn a model into RoundPipes by rules: a preset, or by size and kind of its modules.
 
 The rules follow the documentation of RoundPipe in their order of priority.
 """
@@ -25,7 +25,7 @@ class AutoRoundPipe(StreamedModel):
     """A model with RoundPipes in places of its modules; its own forward runs on the host.
 
     The parts have one optimizer: one thread, one master of a weight that two parts share, one step.
-    Weights outside of the parts are trained beside them, by the same rule of staleness. It has no
+    Weights outside of the parts are trained too, by the same rule of staleness. It has no
     `forward_backward`: its layers have no order.
 
     Args:
@@ -57,7 +57,7 @@ class AutoRoundPipe(StreamedModel):
                 hosted.homes = [self._home_of.setdefault(id(h.parameter), h) for h in hosted.homes]
         self._loose = [self._home_of.setdefault(key, Home(each)) for key, each in loose.items()]
         self._watched: set[int] = set()
-        # vision-language models of the library hand it on among other keywords
+        # vision-language models of transformers hand it on among other keywords
         hands_on = isinstance(model, PreTrainedModel)
         self._has_cache = any(
             one.name == "use_cache" or (hands_on and one.kind is one.VAR_KEYWORD)
@@ -83,7 +83,7 @@ class AutoRoundPipe(StreamedModel):
     def step(
         self, step_fn: Callable[..., None], is_async: bool = True, *args: Any, **kwargs: Any
     ) -> None:
-        """Runs `step_fn(*args, **kwargs)` once for all parts, by the rule of `RoundPipe.step`."""
+        """Run `step_fn(*args, **kwargs)` once for all parts, by the rule of `RoundPipe.step`."""
         super().step(step_fn, is_async, *args, **kwargs)
         for home in self._loose:
             home.parameter.grad = None
@@ -123,7 +123,7 @@ def wrap_model_to_roundpipe(
     name: str | None = None,
     **roundpipe_kwargs: Any,
 ) -> RoundPipe | AutoRoundPipe:
-    """Wraps a model so that it streams.
+    """Wrap a model so that it streams.
 
     A decoder of transformers becomes a row of layers. Any other model is walked through; of each
     module the first rule that fits holds:
@@ -163,8 +163,8 @@ def wrap_model_to_roundpipe(
         except NoPresetError as error:
             if use_sequential_preset:
                 raise NotImplementedError(
-                    f"use_sequential_preset=True came, but there is no preset: {error}. Leave it "
-                    "out to have the model wrapped module by module."
+                    f"use_sequential_preset=True is set, but there is no preset: {error}. Leave it "
+                    "out to wrap the model module by module."
                 ) from error
         else:
             if not use_sequential_preset:
@@ -179,7 +179,7 @@ def wrap_model_to_roundpipe(
             return engine
     upper = _num_bytes(model) // (len(kwargs["lanes"]) + 1)
     upper = upper if upper_threshold is None else upper_threshold
-    done: dict[int, nn.Module] = {}  # what became of a module: one that has two places stays one
+    done: dict[int, nn.Module] = {}  # original -> its replacement: a module in two places stays one
 
     def is_left(module: nn.Module) -> bool:
         return module in skip_modules or isinstance(module, (RoundPipe, AutoRoundPipe))
@@ -189,7 +189,7 @@ def wrap_model_to_roundpipe(
         return RoundPipe(module, name=name, model_run_config=own, **kwargs)
 
     def wrapped(module: nn.Module, name: str) -> nn.Module:
-        """What stands in the module's place afterwards."""
+        """Return the replacement of a module."""
         if id(module) not in done:
             done[id(module)] = by_rules(module, name)
         return done[id(module)]
@@ -221,7 +221,7 @@ def wrap_model_to_roundpipe(
         for key, child in children:
             module._modules[key] = wrapped(child, f"{name}.{key}")
         if isinstance(module, PreTrainedModel) and module.base_model is not module:  # it has a loss
-            # as one micro-batch: the mean of micro-batches' means is another loss
+            # the loss needs one micro-batch: the mean of micro-batches' means is another loss
             config = RoundPipeRunConfig(
                 requires_grad=model_run_config.requires_grad,
                 output_device=model_run_config.output_device,

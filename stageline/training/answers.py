@@ -195,8 +195,8 @@ class AnswerRow:
     ) -> "AnswerRow":
         """Return the row of an answer.
 
-        A token that stands for an image ends it: training would look for the image. It is learnt
-        like any other.
+        A token that stands for an image ends it: training would look for the image. It is in
+        the loss like any other.
         """
         ids, replaced = list(answer.token_ids), None
         num_prompt = len(prompt_of(prompt))

@@ -83,9 +83,9 @@ def evaluate(
     if chunked is not None:
         part = part.over(chunked.loss_fn)
     hits, counts = 0, Counter(dict.fromkeys(part.counts, 0))
-    sums: dict[str, dict[str, float]] = {}  # figure -> count -> what is to be divided by it
+    sums: dict[str, dict[str, float]] = {}  # metric -> count -> sum that is divided by it
     predicted: dict[int, list[int]] = {}  # by row of the dataset
-    next_row = num_rows = 0  # of this replica, where rows have no number; of all
+    next_row = num_rows = 0  # next row of this replica, if rows have no number; rows of all
 
     def add(output: Output, batch: MicroBatch) -> None:
         nonlocal hits, next_row
@@ -250,7 +250,7 @@ class BestCheckpoint:
     def _read(self, *, is_continued: bool) -> tuple[float, int, str] | None:
         if self.link.exists() and not self.link.is_symlink():
             raise UserError(
-                f"{self.link} is no link, as `save_best` makes. Rename that folder or choose "
+                f"{self.link} is not a link, as `save_best` makes. Rename that folder or choose "
                 "another `output_dir`."
             )
         if not is_continued or not self.link.exists():

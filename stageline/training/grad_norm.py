@@ -1,4 +1,4 @@
-"""Which rank owns which trained parameter, and the gradient norm of the whole model.
+"""Find the owner of each trained parameter, and compute the gradient norm of the whole model.
 
 A weight that is tied across stages (embedding and head) is on two ranks under one name: its
 gradients are summed before each step, and it counts once in the norm. Norms are gathered per
@@ -17,7 +17,7 @@ from stageline.modules.lora import wrapped_module
 
 
 class Ownership:
-    """Who trains what, from the names that every rank of the pipeline trains.
+    """Ownership of trained parameters, from the names that each rank of the pipeline trains.
 
     Args:
         named_parameters: this rank's trainable parameters by name.
@@ -60,7 +60,8 @@ class Ownership:
         def position(name: str) -> int:
             if name in positions:
                 return positions[name]
-            return modules.get(wrapped_module(name), len(order))  # of an adapter
+            # an adapter has the place of its layer
+            return modules.get(wrapped_module(name), len(order))
 
         keys = [
             (position(name), rank, index)
@@ -123,7 +124,7 @@ NO_GRADIENT = -1.0
 
 
 class Owner(NamedTuple):
-    """Where a trained parameter is: its name, the rank of the pipeline, the stage."""
+    """Location of a trained parameter: its name, the rank of the pipeline, the stage."""
 
     name: str
     rank: int

@@ -42,7 +42,7 @@ class MeanOfTargets:
         self, logits: torch.Tensor, micro_batch: MicroBatch, *, num_targets: torch.Tensor
     ) -> torch.Tensor:
         count = count_targets(micro_batch)
-        if count == 0:  # whose mean is NaN
+        if count == 0:  # the mean of no token is NaN
             return logits.float().sum() * 0
         return self.loss_fn(logits, micro_batch["labels"]) * (count / num_targets)
 
@@ -139,7 +139,7 @@ class LossPart:
                     "loss_fn",
                     innermost(self.loss_fn),
                     f"returned {f'the figure {name!r}: ' if name else ''}{shown(value)}",
-                    why="A float tensor of one number without dimensions was expected",
+                    why="A float tensor of one number without dimensions is required",
                     cure="sum over rows and tokens, divide by num_targets, and return that; "
                     "figures are a dict of such tensors",
                 )

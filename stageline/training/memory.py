@@ -1,4 +1,4 @@
-"""Memory of this process, of its GPU or the host: its peak, and what fills it when it is full."""
+"""Memory of this process, of its GPU or the host: its peak, and its contents when it is full."""
 
 import re
 import resource
@@ -49,12 +49,12 @@ def gather_peaks(
 
 
 class MemoryAccount:
-    """What fills the memory of this rank, for the report of a run that has none left.
+    """Account of the memory of this rank, for the report of a run that has none left.
 
     Args:
-        devices: where this process computes.
-        remedies: what the options of the run leave to change, the best first.
-        answering: the same while its model answers.
+        devices: those on which this process computes.
+        remedies: changes that the options of the run still allow, the best first.
+        answering: the same while its model generates.
 
     Attributes:
         train_step: set when it is there; before that only remedies are reported.

@@ -181,12 +181,12 @@ def _name_batches(numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> str:
 
 
 SPIKE_WINDOW = 64
-SPIKE_LEAST = 16  # of fewer losses the deviation says little
+SPIKE_LEAST = 16  # fewer losses give no useful deviation
 
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """What is wrong with a step, in words, and whether it may change weights."""
+    """Problem of a step, in words, and whether the step may change weights."""
 
     problem: str | None = None
     is_skipped: bool = False
@@ -197,17 +197,17 @@ class StepVerdict:
 class Skips:
     """Counts of skipped steps, and the rule by which a step is skipped.
 
-    The rule depends on figures that every rank has and on what a checkpoint stores, so all ranks
+    The rule depends on numbers that every rank has and that a checkpoint stores, so all ranks
     and a resumed run decide the same.
 
     Args:
         max_in_a_row: skipped steps in a row that end a run; 1: the first one does.
-        spike_sigma: a loss that many standard deviations above the mean of the last
+        spike_sigma: a loss this many standard deviations above the mean of the last
             `SPIKE_WINDOW` finite ones is a spike; 0: off.
         spike_action: whether a step with a spike is skipped or only reported.
 
     Attributes:
-        losses: the last finite ones, spikes included: a level that lasts is no spike for long.
+        losses: the last finite ones, spikes included: a level that lasts soon stops being a spike.
     """
 
     max_in_a_row: int = 20

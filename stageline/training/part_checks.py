@@ -1,4 +1,4 @@
-"""Find what people get wrong in a part before the first step: a mean loss, a signature, a shape.
+"""Find common mistakes in a part before the first step: a mean loss, a signature, a shape.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -28,7 +28,7 @@ def check_optimizer(
             "optimizer",
             part,
             f"returned {shown(optimizer)}",
-            why="An optimizer object was expected",
+            why="An optimizer object is required",
             cure="return torch.optim.AdamW(param_groups, ...), or another one with param_groups",
         )
     taken = {id(one) for group in groups for one in group["params"]}
@@ -41,7 +41,7 @@ def check_optimizer(
             f"leaves out {len(missing)} of {len(parameters)} parameters: "
             f"{', '.join(missing[:6])}{more}",
             why="They would never be trained",
-            cure="hand all of param_groups to it, or freeze these parts (`frozen_llm` and its kin)",
+            cure="pass it all of param_groups, or freeze these parts (`frozen_llm` and the like)",
         )
 
 
@@ -67,7 +67,7 @@ def check_sim_fn(sim_fn: Callable[..., torch.Tensor]) -> None:
             "sim_fn",
             sim_fn,
             f"returned {shown(found)} for 3 pairs of vectors of 8 numbers",
-            why="3 similarities were expected",
+            why="3 similarities are required",
             cure="reduce the last dimension only",
         )
 
@@ -75,7 +75,7 @@ def check_sim_fn(sim_fn: Callable[..., torch.Tensor]) -> None:
 MOST_LOGITS = 2**22  # numbers of the example: 16 MiB
 COUNT = 1000.0  # value of each count, above any minimum that a loss clamps it to
 TOLERANCE = 1e-3  # relative, of rounding in float32
-# what fails here may run on the device of the run
+# an error of this kind may not happen on the device of the run
 _ELSEWHERE = re.compile("gpu|cuda|device|driver|not implemented|process group", re.IGNORECASE)
 
 

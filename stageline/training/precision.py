@@ -50,7 +50,7 @@ class MasterWeights:
         self.write_back()
 
     def settle(self) -> None:
-        """Returns when no step is under way: here none ever is."""
+        """Wait until no step is under way: here none ever is."""
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -61,7 +61,7 @@ class MasterWeights:
             torch._foreach_copy_([model for model, _ in pairs], [master for _, master in pairs])
 
     def take_shares(self) -> None:
-        """Takes over the gradients of shares, once they are reduced."""
+        """Take over the gradients of shares, once they are reduced."""
         for name in self.shares:
             grad = self.model_parameters[name].grad
             self.parameters[name].grad = None if grad is None else cast(DTensor, grad).to_local()

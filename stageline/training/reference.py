@@ -93,7 +93,7 @@ class Reference:
     ) -> torch.Tensor:
         policies = log_probs_of(self.runner, mixed)
         sums = [torch.zeros((), dtype=torch.float64, device=self.runner.device)]
-        # what only fills up an evaluation has lost its labels, in the rows proper alone
+        # rows that only fill up an evaluation have lost their labels, but only in `batches`
         is_there = [row_lengths(batch["labels"]) > 0 for batch in batches]
         for policy, reference, kept in zip(policies, references, is_there, strict=False):
             ratios = policy - reference.to(policy)

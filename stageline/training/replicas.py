@@ -21,7 +21,7 @@ from stageline.stage import Stage
 from stageline.training.precision import HALF_TYPES, MasterWeights
 
 Number = TypeVar("Number", int, float)
-BUCKET_BYTES = 64 * 2**20  # large enough to be fast, small beside the weights
+BUCKET_BYTES = 64 * 2**20  # large enough to be fast, small next to the weights
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -93,7 +93,7 @@ class Replicas:
         grads = []
         for parameter, is_there in zip(parameters, anywhere, strict=True):
             if not is_there:
-                continue  # as without replicas, the optimizer leaves it alone
+                continue  # the optimizer skips it, as without replicas
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             grads.append(parameter.grad)

@@ -72,7 +72,7 @@ def find_resume_point(wanted: str | None, checkpoints: Path, *, ranks: Ranks) ->
             folder = Path(wanted).expanduser().absolute()
             if not folder.is_dir():
                 raise UserError(
-                    f"`resume` {wanted} is no folder. Give a checkpoint "
+                    f"`resume` {wanted} is not a folder. Give a checkpoint "
                     "(.../checkpoints/step-00000010), or auto for the newest one of `output_dir`."
                 )
             verify(folder)
@@ -154,7 +154,7 @@ def claim_run_folder(folder: Path) -> None:
             f"`output_dir` {folder} cannot be written ({error.strerror}). Choose another one."
         ) from error
     try:
-        # of this process alone: worker processes, which may outlive it, do not inherit this kind
+        # only this process has the lock: workers, which may outlive it, do not inherit this kind
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         holder = "another process"

@@ -1,4 +1,4 @@
-"""A model that scores answers: a sequence classifier of transformers with one label, on one device.
+"""Score answers with a model: a sequence classifier of transformers with one label, on one device.
 
 It reads texts with its own chat template and tokenizer, so it need not be of the family of the
 model that answered.
@@ -99,7 +99,7 @@ class RewardModel:
         num_ids, num_rows = num_token_ids(processor), embeddings.weight.shape[0]
         if text.pad_token_id not in range(num_rows):  # None or, of older models, -1
             text.pad_token_id = get_pad_token_id(processor)
-        # by it the library finds where a row ends, where the score is read
+        # transformers finds the end of a row by it, where the score is read
         self.pad_token_id = int(text.pad_token_id)
         self.longest = num_positions(model)
         if num_ids > num_rows:

@@ -55,7 +55,7 @@ class Rewards:
         return [one.weight for one in self.parts]
 
     def begin(self) -> "Judging":
-        """Start to judge a step; a part takes its answers when it is done with those before."""
+        """Start to score a step; a part takes its answers when it is done with those before."""
         self._newest = Judging(self.parts, self.timeout, behind=self._newest)
         return self._newest
 
@@ -69,13 +69,13 @@ class Rewards:
 
 
 class Judging:
-    """The rewards of a step at work, each part in a thread of its own.
+    """Computation of the rewards of a step, each part in a thread of its own.
 
     Args:
-        behind: answers that are judged before these.
+        behind: answers that are scored before these.
 
     Attributes:
-        num_late: parts that exceeded the timeout: their answers have no reward of theirs.
+        num_late: parts that exceeded the timeout: their answers get no reward from them.
         seconds: of the slowest part.
         seconds_waited: for them, in `result`.
     """
@@ -154,7 +154,8 @@ class _Work:
         self._device = device_in_use()
         self._found: list[float] = []
         self._error: BaseException | None = None
-        self._clock: tuple[float, float | None] = 0.0, None  # of calls done; since when one runs
+        # (seconds of calls done, start of the one that runs)
+        self._clock: tuple[float, float | None] = 0.0, None
         threading.Thread(target=self._run, daemon=True, name=f"reward {reward.key}").start()
 
     @property
@@ -210,9 +211,9 @@ def _checked(part: object, found: Any, count: int) -> list[float]:
             "reward",
             part,
             came,
-            why="A list with one number or None for each answer was expected",
+            why="A list with one number or None for each answer is required",
             cure="return a float of each completion, in their order; None for one that it cannot "
-            "judge",
+            "score",
         )
     return [math.nan if value is None else float(value) for value in found]
 
@@ -247,7 +248,7 @@ def try_rewards(
     return told
 
 
-LEAST_STD = 1e-4  # as trl: a spread of nothing divides by this
+LEAST_STD = 1e-4  # trl also adds it, so that equal rewards do not divide by 0
 
 
 def weighted(rewards_RPG: torch.Tensor, weights: list[float]) -> torch.Tensor:
@@ -266,7 +267,7 @@ def advantages(rewards_PG: torch.Tensor, kind: Advantage) -> torch.Tensor:
         rewards_PG: of all prompts of the step, of all replicas: "batch" divides by the spread of
             all of them.
         kind: group: less the mean of its group, by the group's deviation (arXiv 2402.03300);
-            group_no_std: less the mean alone (2503.20783); batch: by the deviation of all rewards;
+            group_no_std: only less the mean (2503.20783); batch: by the deviation of all rewards;
             rloo: less the mean of the others (2402.14740).
     """
     centred_PG = rewards_PG - rewards_PG.nanmean(dim=1, keepdim=True)

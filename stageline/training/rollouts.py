@@ -63,17 +63,17 @@ from stageline.training.step import StepProgress, StepResult
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions:
-    """How answers are drawn, and what becomes of them; names as on the command line.
+    """Options of drawing and using answers, named as on the command line.
 
     Attributes:
         inner_steps: optimizer steps on the same answers.
-        reference: where the start model comes from: auto, adapters_off or frozen_copy.
-        mask_truncated_completions: answers without an end are not learnt.
+        reference: source of the reference model: auto, adapters_off or frozen_copy.
+        mask_truncated_completions: answers without an end are not in the loss.
         drop_equal_groups: groups of one reward do not count.
         prompts_together: prompts whose answers are drawn together.
         ahead: 1: answers are drawn before the last step on those before, by its weights.
         row_capacity: tokens of a row that holds several answers; None: it holds one.
-        keep_samples: steps between two whose answers are written down; 0 = off.
+        keep_samples: steps between two whose answers are saved; 0 = off.
     """
 
     seed: int
@@ -179,7 +179,7 @@ class Rollouts:
         return self.prompts.state_after(step // self.options.inner_steps)
 
     def answers_ahead(self) -> list[dict[str, Any]] | None:
-        """Return the answers of all replicas that are not learnt yet; every rank calls this."""
+        """Return the answers of all replicas that await training; every rank calls this."""
         if self._ahead is None:
             return None
         told = self.replicas.gather([one.saved() for one in self._ahead.made])
@@ -234,7 +234,8 @@ class Rollouts:
         options, prompts = self.options, [one for *_, one in rows]
         size = options.group_size
         count = len(rows) * size
-        saved: list[list[tuple[SampledAnswer, list[float]]]] | None = None  # of this replica
+        # answers of this replica
+        saved: list[list[tuple[SampledAnswer, list[float]]]] | None = None
         if len(self._saved or ()) == count * self.replicas.size:
             own = list(map(read_answer, (self._saved or [])[self.replicas.rank * count :][:count]))
             saved = [own[start : start + size] for start in range(0, count, size)]

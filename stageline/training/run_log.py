@@ -1,4 +1,4 @@
-"""What a run leaves behind: a JSON-lines log, TensorBoard events, a bar, the loss curve.
+"""Write the log of a run: JSON lines, TensorBoard events, a progress bar, the loss curve.
 
 Only the main rank writes; on others every method does nothing.
 """
@@ -30,8 +30,8 @@ from stageline.training.memory import gather_peaks
 from stageline.training.step import StepResult
 from stageline.training.timeline import write_trace
 
-MAX_LINES = 50  # of progress, where there is no terminal
-MAX_SHOWN = 6  # figures of a loss in a line
+MAX_LINES = 50  # lines of progress, where there is no terminal
+MAX_SHOWN = 6  # metrics of a loss in a line
 EVENTS = "to TensorBoard"
 MEMORY_EVERY = 10  # steps between two looks at the peak of memory
 TOLD_WAIT = 0.05  # share of the time; a run that waits more for data can be made faster

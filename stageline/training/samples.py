@@ -1,4 +1,4 @@
-"""Answers that a run learns from, as lines of `samples.jsonl` with small pictures in `samples/`."""
+"""Save answers that a run trains on: lines of `samples.jsonl`, small images in `samples/`."""
 
 import hashlib
 import io
@@ -13,9 +13,9 @@ from PIL import Image
 from stageline.data.images.images import decode_image
 
 FILE, FOLDER = "samples.jsonl", "samples"
-MOST_PIXELS = 256  # of a side
-MOST_PLAIN_PIXELS = 64  # a picture that is no larger is kept as it is
-MOST_PICTURES = 2000  # of a run: about 20 MB
+MOST_PIXELS = 256  # a longer side is scaled down to it
+MOST_PLAIN_PIXELS = 64  # an image with no longer side is kept as it is
+MOST_PICTURES = 2000  # per run: about 20 MB
 Record = Mapping[str, Any]
 
 

@@ -108,7 +108,7 @@ class SharedFigures:
     exchanged once.
 
     Args:
-        device: where tensors lie that are sent.
+        device: of tensors that are sent.
 
     Attributes:
         names: of figures, known on all ranks, in one order.
@@ -127,37 +127,37 @@ class SharedFigures:
         facts: Sequence[torch.Tensor],
         figures: Mapping[str, torch.Tensor],
         *,
-        beside: torch.Tensor,
+        local: torch.Tensor,
     ) -> tuple[list[float], dict[str, float], list[float]]:
-        """Sum scalars that every rank has, and figures that some have; and return `beside`.
+        """Sum scalars that every rank has, and figures that some have.
 
         One exchange; two more in a step whose figures are new.
 
         Args:
-            beside: numbers on this rank's device that come to the host with the sums, so that the
-                host waits for its device once.
+            local: numbers on this rank's device that come to the host with the sums, so that the
+                host waits for its device once; they are returned too.
         """
 
         def values() -> list[torch.Tensor]:
             return [figures.get(name, torch.zeros(())) for name in self.names]
 
         is_new = torch.tensor(float(any(name not in self.names for name in figures)))
-        found = self._sum([*facts, is_new, *values()], beside)
-        found, brought = found[: -len(beside)], found[-len(beside) :]
+        found = self._sum([*facts, is_new, *values()], local)
+        found, brought = found[: -len(local)], found[-len(local) :]
         sums = found[len(facts) + 1 :]
         if found[len(facts)] > 0:
             gathered: list[Any] = [None] * dist.get_world_size(self.group)
             dist.all_gather_object(gathered, list(figures), group=self.group)
             told = self.replicas.gather([name for names in gathered for name in names])
             self.names = list(dict.fromkeys([*self.names, *(n for names in told for n in names)]))
-            sums = self._sum(values(), beside[:0])
+            sums = self._sum(values(), local[:0])
         return found[: len(facts)], dict(zip(self.names, sums, strict=True)), brought
 
-    def _sum(self, values: Sequence[torch.Tensor], beside: torch.Tensor) -> list[float]:
+    def _sum(self, values: Sequence[torch.Tensor], local: torch.Tensor) -> list[float]:
         own = [value.detach() for value in values]
         of_host = [value for value in own if value.device.type == "cpu"]
         if self.device.type != "cpu" and of_host:
-            # one copy to the device, which nobody waits for
+            # one copy to the device, without a wait
             arrived = iter(sent(torch.stack(of_host), self.device).unbind())
             own = [next(arrived) if value.device.type == "cpu" else value for value in own]
         total = torch.stack([value.to(self.device) for value in own])
@@ -165,12 +165,12 @@ class SharedFigures:
             dist.all_reduce(total, group=self.group)
             if self.replicas.size > 1:
                 dist.all_reduce(total, group=self.replicas.group)
-            return torch.cat((total, beside)).tolist()
+            return torch.cat((total, local)).tolist()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one optimizer step did; equal on all ranks.
+    """Result of one optimizer step; equal on all ranks.
 
     Attributes:
         loss: of the whole batch, of all replicas; only what the loss_fn part returned, so that it
@@ -185,10 +185,10 @@ class StepResult:
         problem: why the step was skipped, or what is odd about it, with its place.
         rows: dataset rows of a step with a problem, of all replicas.
         skipped_in_a_row, num_skipped: steps up to this one, and since the start of the run.
-        warnings: what does not stop a run.
+        warnings: problems that do not stop a run.
         figures: named figures that the loss_fn part returned besides its loss.
         answers: figures of the answers that a step was trained on, where the model gave them.
-        data_wait: seconds that the micro-batches took to come, on the slowest rank.
+        data_wait: seconds of waiting for micro-batches, on the slowest rank.
     """
 
     loss: float
@@ -267,11 +267,11 @@ class TrainStep:
         if not any(self.ownership.names_by_rank):
             raise UserError(
                 "every parameter of every stage is frozen. Drop one of `frozen_vit`, `frozen_llm` "
-                "and their kin, or add LoRA (`llm_lora_num` 1)."
+                "and the like, or add LoRA (`llm_lora_num` 1)."
             )
         stage_of = {
             name: model.stage
-            for model in reversed(runner.local.models)  # what two share belongs to the first
+            for model in reversed(runner.local.models)  # a shared weight belongs to the first
             for name, _ in model.named_parameters()
             if name in trainable
         }
@@ -338,7 +338,7 @@ class TrainStep:
         stop = torch.tensor(float(stop_requested()))
         facts = [loss_of.loss, loss_of.extra_loss, stop, norm * 0, *waits]
         (loss, extra_loss, stop_count, no_number, *all_waits), figures, (grad_norm, *each_norm) = (
-            self.shared_figures.sum(facts, loss_of.figures, beside=torch.cat((norm[None], norms)))
+            self.shared_figures.sum(facts, loss_of.figures, local=torch.cat((norm[None], norms)))
         )
         if math.isfinite(grad_norm):
             grad_norm += no_number  # finite on every rank, or on none
@@ -347,7 +347,7 @@ class TrainStep:
         verdict = self.skips.judge(loss, extra_loss, grad_norm)
         where, rows, warnings = "", tuple[int, ...](), tuple[str, ...]()
         if verdict.problem is not None:
-            # an overflow of scaled gradients is no fault, and shares have been given away
+            # an overflow of scaled gradients is not a fault, and sharded weights are released
             can_repeat = not (verdict.is_finite or self.scaler.enabled or self.weights.shares)
             with random_state.replayed():
                 where, rows = find_non_finite(

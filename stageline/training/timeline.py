@@ -92,7 +92,7 @@ def trace_events(events: Sequence[TimelineEvent]) -> list[dict[str, Any]]:
     A process per rank; in it a thread per stage, and one for waits.
     """
     held = stages_by_rank(events)
-    # a number that is no stage's, and the same in every process
+    # this number belongs to no stage, and is the same in every process
     waits = 1 + max((stage for stages in held.values() for stage in stages), default=0)
     origin, _ = extent(events)
     told: list[dict[str, Any]] = []

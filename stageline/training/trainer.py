@@ -52,8 +52,8 @@ from stageline.training.run_log import RunLog, show_stages, summarize_stage
 from stageline.training.step import StepResult, TrainStep
 from stageline.training.timeline import StepTimeline
 
-COLUMNS = {"ref_chosen_logps", "ref_logps"}  # of rows, under the reference model
-LONGEST_SAVE = timedelta(hours=2)  # that a rank waits for the others while they write
+COLUMNS = {"ref_chosen_logps", "ref_logps"}  # the reference model computes these columns
+LONGEST_SAVE = timedelta(hours=2)  # a rank waits at most this long for others that write
 
 
 @dataclass(frozen=True, kw_only=True)

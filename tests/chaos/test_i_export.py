@@ -190,10 +190,10 @@ def test_i09_what_is_no_model_or_is_needed_is_never_replaced(tmp_path):
     papers = tmp_path / "papers"
     papers.mkdir()
     (papers / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="is no model folder"):
+    with pytest.raises(UserError, match="is not a model folder"):
         export_folder(run, papers, overwrites=True)
     for needed in (run, run.parents[1], tmp_path / "base"):
-        with pytest.raises(UserError, match="which is needed"):
+        with pytest.raises(UserError, match="a source of the export"):
             export_folder(run, needed, overwrites=True)
     assert (papers / "thesis.tex").read_text() == "years of work"
     verify(run)

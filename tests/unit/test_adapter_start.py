@@ -94,7 +94,7 @@ def test_weights_say_how_much_of_each(folder):
         str(folder / "base"), adapter_path=[path], adapter_weights=[0.25], device="cpu"
     )
     torch.testing.assert_close(logits(ours), logits(theirs), rtol=1e-4, atol=1e-5)
-    with pytest.raises(UserError, match=r"--adapter-weights 0.5 came for .*b, which is DoRA"):
+    with pytest.raises(UserError, match=r"--adapter-weights 0.5 is given for .*b, but a DoRA"):
         merge_adapters(base_of(folder), [folder / "b"], [0.5])
     with pytest.raises(UserError, match="has 1 numbers for 2 folders"):
         merge_adapters(base_of(folder), [folder / "a", folder / "b"], [0.5])

@@ -97,7 +97,7 @@ def test_a_new_run_leaves_the_best_of_an_earlier_one(tmp_path):
 
 def test_a_folder_of_the_links_name_is_refused_at_the_start(tmp_path):
     (tmp_path / "best").mkdir()
-    with pytest.raises(UserError, match="is no link.*--save-best.*Rename"):
+    with pytest.raises(UserError, match="is not a link.*--save-best.*Rename"):
         make(tmp_path)
     make(tmp_path, metric="none")
 

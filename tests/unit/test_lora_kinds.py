@@ -229,10 +229,10 @@ def test_pissa_goes_on_from_what_it_took(bases, tmp_path):
             {"use_dora": True, "llm_lora_num": 2},
             "--lora.use_dora allows 1 adapter, not --llm-lora-num 2",
         ),
-        ({"lora_init": "pissa", "lora_rank": 1000}, "with rank 1000 for a weight"),
-        ({"lora_init": "orthogonal", "lora_rank": 3}, "with rank 3, an even one"),
+        ({"lora_init": "pissa", "lora_rank": 1000}, "with rank 1000 does not fit"),
+        ({"lora_init": "orthogonal", "lora_rank": 3}, "needs an even rank, and this is 3"),
         ({"lora_exclude": ["proj", r".*"]}, r"--lora.exclude proj,\.\* leaves none"),
-        ({"modules_to_save": ["embed_token"]}, "--lora.modules_to_save embed_token is no module"),
+        ({"modules_to_save": ["embed_token"]}, "modules_to_save embed_token is not a module"),
     ],
 )
 def test_what_cannot_be(options, message, bases):

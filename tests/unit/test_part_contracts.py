@@ -186,7 +186,7 @@ def test_what_other_parts_returned(job, capsys):
     arguments, _ = shipped(job, "--import", RUN, "--optimizer", "optimizer_class")
     with pytest.raises(ContractError, match="returned a type: <class 'torch.optim.adamw.AdamW'>"):
         make_optimizer(arguments, {"weight": torch.nn.Parameter(torch.ones(2, 2))})
-    with pytest.raises(ContractError, match="3 similarities were expected"):
+    with pytest.raises(ContractError, match="3 similarities are required"):
         check_sim_fn(sim_fn_register["sim_scalar"])
     check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_declared"))
     check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_on_a_gpu"))

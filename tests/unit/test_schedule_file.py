@@ -68,7 +68,7 @@ def test_ranks_of_a_file_may_hold_different_numbers_of_stages(tmp_path):
     [
         (GOOD.replace(",1B1", ""), "stage 1 does F with micro-batch 1"),
         (GOOD.replace("1B1", "1B2"), "stage 0 does nothing with micro-batch 2"),
-        (GOOD.replace("0F1", "0X1"), "row 1: '0X1' is no action"),
+        (GOOD.replace("0F1", "0X1"), "row 1: '0X1' is not an action"),
         (GOOD.replace("1F1", "0F1"), "stage 0 stands in rows 1 and 2"),
         (GOOD.replace("1F", "2F").replace("1B", "2B"), "no action of stage 1"),
     ],

@@ -327,7 +327,7 @@ def test_an_encoder_streams_too(seen):
 
 
 def test_what_reads_more_than_text_and_pictures_has_no_preset():
-    with pytest.raises(NoPresetError, match="Linear is no model of transformers"):
+    with pytest.raises(NoPresetError, match="Linear is not a model of transformers"):
         sequential_of(nn.Linear(2, 2))
     fields = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
     encoder_decoder = transformers.T5ForConditionalGeneration(transformers.T5Config(**fields))

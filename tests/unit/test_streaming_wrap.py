@@ -122,7 +122,7 @@ def test_elements_of_a_list_hand_micro_batches_on():
 
 
 def test_presets_and_the_lack_of_them(capsys):
-    with pytest.raises(NotImplementedError, match="no preset: Model is no model of transformers"):
+    with pytest.raises(NotImplementedError, match="no preset: Model is not a model of"):
         wrap(Model(one=linear()), use_sequential_preset=True)
     model = transformers.LlamaForCausalLM(tiny_config("llama"))
     config = RoundPipeRunConfig(recompute_grain="layer")
