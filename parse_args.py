@@ -78,7 +78,7 @@ SERVE_KEYS: dict[str, str | None] = {"prompt_fn": "chat", "image_token": "auto"}
 CHAT_KEYS = {"builder": "auto", **SERVE_KEYS}
 # parts of these registers may name keys that suit them, {"loss_fn": "rm"}, where none are given
 SUGGESTING = ("collate_fn", "model")
-# of a training run's keys, those that a check does without unless it gets a dataset
+# a check needs these keys of a training run only with a dataset
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
 # options that most runs need: those that --help shows, where --help all shows all
@@ -265,7 +265,7 @@ def parse_corpus_args(argv: Sequence[str] | None = None) -> CorpusArguments:
         raise SystemExit(0 if words else OptionError.exit_code)
     if name not in corpus.ACTIONS and words != ["--list"]:
         raise OptionError(corpus.no_action(name or words[0]))
-    action = name or "verify"  # of --list any
+    action = name or "verify"  # --list is the same for all actions
     keys = corpus.KEYS.get(action, {})
     given = read_arguments(words, corpus.ACTIONS[action], keys=keys, action=action)
     return CorpusArguments(given.run, given.parts, given.imports, action=action)

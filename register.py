@@ -63,9 +63,9 @@ class UnknownKeyError(RegisterError, KeyError):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a run has to know of a component beside its signature."""
+    """Facts of a component that a run needs in addition to its signature."""
 
-    without_effect: tuple[str, ...] = ()  # options that change no result, only how it is got
+    without_effect: tuple[str, ...] = ()  # options that change no result, only speed or place
     # {"loss_fn": "rm"}: keys of other registers that suit a model or a collate_fn part
     default_keys: Mapping[str, str] = field(default_factory=dict)
 
@@ -259,7 +259,7 @@ class Register(MutableMapping[str, Any]):
         )
 
     def home(self, key: str) -> str:
-        """Where the part was registered, as `file:line`."""
+        """Return the place where the component was registered, as `file:line`."""
         return self.entry(key).home
 
     def summary(self, key: str) -> str:
@@ -273,7 +273,7 @@ class Register(MutableMapping[str, Any]):
         return lines[0] if lines else "(no docstring)"
 
     def freeze(self) -> None:
-        """From now on nothing can be added, replaced or removed."""
+        """Refuse every later addition, replacement and removal."""
         self.is_frozen = True
 
     @property
@@ -464,8 +464,8 @@ def import_shelf(*names: str) -> None:
         found = _module_file(name)  # without importing it: a stranger's module must not run
         if found not in (ROOT / f"{name}.py", ROOT / name / "__init__.py"):
             raise RegisterError(
-                f"The shelf module {name!r} was found at {found or 'no place on sys.path'}. It "
-                f"must come from {ROOT}, where register.py is. Run the entry file as a file "
+                f"The module {name!r} was found at {found or 'no place on sys.path'}. It must come "
+                f"from {ROOT}, where register.py is. Run the entry file as a file "
                 f"(python {ROOT / 'train_pp.py'} ..., without -m, -P or PYTHONSAFEPATH), or rename "
                 f"the other {name!r}."
             )

@@ -45,9 +45,9 @@ from stageline.model_folder import load_config
 from stageline.planner.estimate import Load
 
 SECONDS_TO_MEET = 600.0
-EXPORTED = "~/.cache/stageline/exported"  # what vLLM reads
+EXPORTED = "~/.cache/stageline/exported"  # vLLM reads models from here
 ENGINE_FILE = "engine.json"
-# what a model component may ask for besides images and prompts
+# a model component may ask for these, in addition to images and prompts
 HANDED_OVER = ("samples", "batch_size")
 
 
@@ -55,11 +55,11 @@ HANDED_OVER = ("samples", "batch_size")
 class Opened:
     """A model in this process, a pipeline of stages, vLLM, or an endpoint.
 
-    Which one it was is in engine.json beside the predictions, and changes no greedy answer but for
-    rounding.
+    engine.json, next to the predictions, names it. Greedy answers of different engines are equal
+    up to rounding.
     """
 
-    model: Any  # what a model component gets: a model, an endpoint or an engine
+    model: Any  # the argument of a model component: a model, an endpoint or an engine
     processor: Any
     facts: dict[str, Any]  # for the report: where it runs
     has_own_batches: bool = False  # it takes many samples at once and batches them itself
@@ -68,7 +68,7 @@ class Opened:
 
 @contextmanager
 def opened(arguments: Arguments, replicas: EvaluationReplicas) -> Iterator[Opened | None]:
-    """Open what answers; None in a process that only computes for its replica, once it has."""
+    """Open the model that answers; None in a process that only computes, once it is done."""
     run = arguments.run
     if run.engine == "pipeline":
         with open_decoding(run) as decoding:
@@ -103,7 +103,7 @@ def opened(arguments: Arguments, replicas: EvaluationReplicas) -> Iterator[Opene
         config = load_config(folder, trust_remote_code=run.trust_remote_code)
         facts = {"tensor_parallel_size": vllm.num_devices, "folder": str(folder)}
         yield Opened(vllm, vllm.processor, facts, True, config)
-    else:  # what the builder makes: a model over some devices, or an endpoint
+    else:  # the builder makes a model over some devices, or an endpoint
         _take_own_devices(run, replicas)
         model, processor, device_map = build_model(arguments)
         facts = {"device_map": {name: str(place) for name, place in device_map.items()}}
@@ -254,7 +254,7 @@ def answer_samples(
     if replicas.is_main:
         bad_rows.write(folder / "bad_rows.jsonl")
         save_config(arguments, folder / "config.yaml")
-        merge_shards(path)  # of a run that was killed
+        merge_shards(path)  # a killed run leaves shards behind
         replicas.tell("merged")
     replicas.wait_for_main("merged")
     file, outcome = PredictionFile(path, settings_key=key), Outcome()

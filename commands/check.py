@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stageline.verify.whole_model import ModelSource, Preparation, WholeModel
 
 LEAST_MICRO_BATCHES = 4
-MOST_MICRO_BATCHES = 8  # of a dataset: a difference shows in a few
+MOST_MICRO_BATCHES = 8  # a difference shows in a few micro-batches of a dataset
 
 
 def main() -> int:

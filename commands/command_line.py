@@ -129,7 +129,7 @@ def find_command(name: str) -> Command:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise UserError(
-        f"{name!r} is no command of stageline.{hint} Begin with one of {', '.join(known)}; "
+        f"{name!r} is not a command of stageline.{hint} Begin with one of {', '.join(known)}; "
         "`stageline --help` has a line on each."
     )
 

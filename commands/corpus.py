@@ -92,9 +92,9 @@ def write(arguments: CorpusArguments) -> None:
     )
     split = splitter.bound if splits else None
     if split is not None:
-        split("One. Two.")  # what it lacks is told now, not in each worker
+        split("One. Two.")  # a missing package fails here, not in each worker
     columns_of = document.facts.columns_of
-    cores = len(os.sched_getaffinity(0))  # those that this process may use
+    cores = len(os.sched_getaffinity(0))  # this process may use no others
     report = build_corpus(
         run.file_path,
         path_prefix=Path(run.save_path) / run.save_prefix,

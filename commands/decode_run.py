@@ -45,7 +45,7 @@ from stageline.planner.partition import decode_partition
 
 @dataclass(frozen=True)
 class AnsweringModel:
-    """Where the stages of one model come from."""
+    """Source of the stages of one model."""
 
     folder: Path  # a model folder, a checkpoint of a run, or an adapter folder
     num_stages: int
@@ -75,7 +75,7 @@ class AnsweringModel:
 
     @functools.cached_property
     def builder(self) -> StageBuilder:
-        """What builds its stages."""
+        """Return the builder of its stages."""
         key = self.key or stage_key(self.config)
         if key is None or key == "reward":
             raise UserError(
@@ -186,7 +186,7 @@ def open_decoding(
         matchers = Matchers(lambda: get_tokenizer(model.processor))
         decoder = StageDecoder(stage, device=context.device, matchers=matchers)
 
-        # as much at a time as the fullest stage has room for
+        # the fullest stage limits tokens and rows of all stages
         budget = cache_budget(
             context.device,
             gib=run.cache_gib,
@@ -205,7 +205,7 @@ def open_decoding(
             num_groups=run.num_groups,
             short_length=stage.short_length,
         )
-        gc.freeze()  # what stands now stays; a server has looked for no garbage until here
+        gc.freeze()  # these objects stay; collection was off while a server started
         gc.enable()
 
         chain: Chain = LocalChain([decoder])

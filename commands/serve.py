@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SHELF = ("train_model", "prompt_fn")
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
-SECONDS_TO_END = 30.0  # beside --http.shutdown_seconds
+SECONDS_TO_END = 30.0  # in addition to --http.shutdown_seconds
 STOP_WORDS = StopWords(
     first="Nothing more is taken; answers under way may finish",
     again="ends at once",

@@ -1,7 +1,7 @@
 """Train a model in pipeline stages: parse, check, start the ranks, run.
 
 `python train_pp.py --num-stages 2 ...` starts its own processes; under torchrun it joins them.
-`--help` lists the options, `--list` the components. Each rank goes on in train_engines.py.
+`--help` lists the options, `--list` the components. Each rank continues in train_engines.py.
 """
 
 from pathlib import Path

@@ -300,7 +300,7 @@ def check_data(arguments: TrainArguments) -> Data:
                 "groups. Use --dataset groups, or --collate-fn sft."
             )
 
-    # what is token ids already is not tokenized; rows that are drawn have no last ones
+    # rows of token ids are not tokenized, and drawn rows have no last ones
     if has_tokens(data.train):
         if not collate.facts.takes_tokens:
             raise UserError(
@@ -417,7 +417,7 @@ def check_rows(arguments: TrainArguments, data: Data, dataset: Any) -> Any:
     size = group_size_of(dataset)
     bad = set(whole_groups(report.bad, size))
     with_them = len(bad) - len(report.bad)
-    # a group that is dropped in part stays: its other rows are learnt
+    # a partly dropped group stays, because its other rows are in the loss
     dropped = [] if is_stream(dataset) else full_groups(report.dropped, size)
     left_out = bad | set(dropped)
     text = f"{report}, {with_them} more of their groups" if with_them else str(report)

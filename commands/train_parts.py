@@ -342,7 +342,7 @@ class TrainingParts:
     def build_stages(self, context: DistributedContext, point: ResumePoint | None) -> list[Stage]:
         """Place the layers, check the split, then call the train_model component for each stage.
 
-        Of a checkpoint with an adapter, what is trained besides its base comes later.
+        Trained parameters of a checkpoint with an adapter are loaded later, its base here.
         """
         run, data = self.plan.run, self.data
         if self.places_layers and not run.vision_stages:  # the planner has the tower on stage 0
@@ -495,7 +495,7 @@ class TrainingParts:
         run = self.plan.run
         given = rows_option(run, self.data.new_tokens, is_known=is_whole)
         if point is not None and point.base is not None and run.lora.init.startswith(PISSA):
-            given["lora_taken_from"] = str(point.folder)  # what PiSSA took out of the weights
+            given["lora_taken_from"] = str(point.folder)  # PiSSA took these out of the weights
         return stage_builder(self.plan, images=self.data.processor).build(
             stage,
             checkpoint_path=weights,

@@ -35,10 +35,10 @@ def auto(
 
     Args:
         model_path: a model folder, or an adapter folder that names its base.
-        adapter_path: one is put on; several are merged into the weights in their order.
-        adapter_weights: how much of each is added; None: all of it.
-        attn_implementation: eager, sdpa or another of the library's.
-        quantization: keeps linear layers in 4 or 8 bits, by bitsandbytes.
+        adapter_path: a single one is attached; several are merged into the weights in order.
+        adapter_weights: share of each adapter; default: 1.
+        attn_implementation: attention of transformers: eager, sdpa or another name.
+        quantization: bitsandbytes type of linear layers: nf4 = 4 bits, int8 = 8 bits.
     """
     from models.devices import find_source, make_device_map, quantization_config
     from stageline.checkpoint.adapter import attach_adapter, merge_adapters

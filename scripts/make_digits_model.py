@@ -44,13 +44,13 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 def train_internvl_tokenizer(
     texts: Iterable[str], *, pre_tokenizer: Any, vocab_size: int
 ) -> transformers.PreTrainedTokenizerFast:
-    """A byte-level BPE for an InternVL of our own, trained on the text of its task.
+    """Return a byte-level BPE for a small InternVL, trained on the text of its task.
 
-    It has the special tokens of InternVL's processor; other text is read by its bytes.
+    It has the special tokens of InternVL's processor; other text is split into bytes.
 
     Args:
         pre_tokenizer: cuts a text into words, and these into bytes.
-        vocab_size: at most so many tokens.
+        vocab_size: largest number of tokens.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizer

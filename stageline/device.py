@@ -1,8 +1,8 @@
-"""Which device a process computes on, and what torch names by its kind: cuda, xpu, npu, any other.
+"""Choose the device of a process, and the torch module of its kind: cuda, xpu, npu, any other.
 
-torch.accelerator tells which accelerator there is, and how many. Streams, events, generators and
-memory are asked of the module of its kind (`torch.get_device_module`): torch.cuda, torch.xpu and
-torch_npu's torch.npu have one face. torch.Event has no wait in which the host's thread sleeps.
+torch.accelerator tells the kind of accelerator, and how many there are. Streams, events, generators
+and memory are in the module of its kind (`torch.get_device_module`): torch.cuda, torch.xpu and
+torch_npu's torch.npu have one interface. torch.Event has no wait in which the host's thread sleeps.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from stageline.errors import UserError
 
-# what tells a process which devices it may see; read when the first of them is used
+# variables that limit the visible devices; read when the first device is used
 VISIBLE = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "xpu": "ZE_AFFINITY_MASK",
@@ -29,7 +29,7 @@ FUSED = {"cpu", "cuda", "xpu"}  # torch itself has fused optimizers for them; a 
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether it works in streams beside the host, on memory of its own.
+    """Return whether a device works in streams parallel to the host, on memory of its own.
 
     MPS does not: torch gives it no streams, and its memory is the host's.
     """
@@ -37,12 +37,12 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def accelerators(asked: str = "auto") -> list[torch.device]:
-    """Those that a run may compute on; empty: it computes on the CPU.
+    """Return the accelerators that a run may use; empty: it computes on the CPU.
 
-    CUDA's driver is not started: who asks may still fork, or choose which devices are visible.
+    CUDA's driver is not started: the caller may still fork, or choose the visible devices.
 
     Args:
-        asked: "cpu", a kind of accelerator, or "auto": any kind but MPS, which is to be named.
+        asked: "cpu", a kind of accelerator, or "auto": any kind but MPS, which must be named.
 
     Raises:
         UserError: a kind was asked for, and torch finds none of it.
@@ -55,15 +55,15 @@ def accelerators(asked: str = "auto") -> list[torch.device]:
     if asked != "auto" and (kind != asked or not count):
         there = f"{count} x {kind}" if count else "no accelerator"
         raise UserError(
-            f"`device` {asked} came, and torch {torch.__version__} finds {there} here. Install the "
-            "torch that is made for it (npu: and torch_npu), look at "
-            f"{VISIBLE.get(asked, 'its driver')}, or take `device` auto or cpu."
+            f"`device` {asked}: torch {torch.__version__} finds {there} here. Install the torch "
+            "build for it (npu: and torch_npu), check "
+            f"{VISIBLE.get(asked, 'its driver')}, or use `device` auto or cpu."
         )
     return [torch.device(kind, index) for index in range(count)]
 
 
 def stage_devices(asked: str = "auto") -> list[torch.device]:
-    """Those that stages compute on, or stream through: every accelerator, else the CPU.
+    """Return the devices that stages compute on, or stream through: all accelerators or the CPU.
 
     Raises:
         UserError: as `accelerators`; or it is MPS.
@@ -71,9 +71,9 @@ def stage_devices(asked: str = "auto") -> list[torch.device]:
     found = accelerators(asked) or [torch.device("cpu")]
     if found[0].type == "mps":
         raise UserError(
-            "`device` mps came for a model that is cut into stages, which requires streams, "
-            "float64 and a backend of torch.distributed. Take `device` cpu, or answer with a whole "
-            "model, placed by a device_map."
+            "`device` mps cannot run a model in stages, which requires streams, float64 and a "
+            "backend of torch.distributed. Use `device` cpu, or answer with a whole model, placed "
+            "by a device_map."
         )
     return found
 
@@ -96,9 +96,9 @@ def visible(devices: Sequence[torch.device]) -> tuple[str, list[str]]:
 
 
 def group_backend(device: torch.device) -> str:
-    """Of a process group that carries tensors of a device, as torch.distributed writes it.
+    """Return the backend of a process group for tensors of a device, in torch.distributed's form.
 
-    gloo beside an accelerator's own: small integers and objects travel without touching it.
+    gloo is added to an accelerator's own: it carries small integers and objects without the GPU.
     """
     if not is_accelerator(device):
         return "gloo"
@@ -106,7 +106,7 @@ def group_backend(device: torch.device) -> str:
 
 
 def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    """torch's global generators of the host and, behind it, of these devices."""
+    """Return torch's global generators of the host and then of these devices."""
     found = [torch.default_generator]
     for device in filter(is_accelerator, devices):
         module = torch.get_device_module(device)

@@ -79,7 +79,7 @@ def name_of(folder: str | Path) -> HubName | None:
 
 
 def title_of(folder: Path) -> str:
-    """What a model is called: its name on a hub, else that of its folder."""
+    """Return the name of a model: that on a hub, else that of its folder."""
     name = name_of(folder)
     return name.repo if name is not None else folder.name
 
@@ -191,8 +191,8 @@ def _from_modelscope(name: HubName, option: str) -> str:
         from modelscope import snapshot_download
     except ImportError as error:
         raise UserError(
-            f"{option} {name} was to come from ModelScope (USE_MODELSCOPE_HUB), whose client is "
-            "not installed. pip install modelscope, or unset the variable."
+            f"{option} {name} is on ModelScope (USE_MODELSCOPE_HUB is set), whose client is not "
+            "installed. Run `pip install modelscope`, or unset the variable."
         ) from error
     return str(
         snapshot_download(

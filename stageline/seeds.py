@@ -29,7 +29,7 @@ def mix_seed(base: int, index: int) -> int:
     """`derive_seed` in a sixth of its time: output `index` of a SplitMix64 that starts at `base`.
 
     Returns:
-        0 <= seed < 2**63. torch's host generator takes its lower 32 bits alone: they are mixed too.
+        0 <= seed < 2**63. torch's host generator takes only its lower 32 bits, mixed, too.
     """
     value = (base + (index + 1) * 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

@@ -1,9 +1,8 @@
-"""A cut-down copy of any transformers configuration: what a split is tried on before the real one.
+"""Scale down a copy of any transformers configuration, on which a split is checked first.
 
-What makes a family special stays: multipliers, caps, flags, the kinds of layers and what they have
-to do with each other. What makes it large goes, by the name of the field: depth, width, heads,
-experts, vocabulary, towers. Rules by name serve families that nobody has seen yet. What no such
-rule can know about a family stands at the end.
+Special traits of a family stay: multipliers, caps, flags, the kinds of layers and their relations.
+Sizes shrink by the name of the field: depth, width, heads, experts, vocabulary, towers. Rules by
+name serve future families, too. Exceptions of single families are at the end.
 """
 
 import math
@@ -69,13 +68,13 @@ INTERVALS = (
 LISTED = ("attn_layer_period", "layer_group_size")  # said by the list of kinds, where there is one
 # entry of a layer: the layer whose keys and values it uses
 SOURCES = ("kv_source_layers",)
-# so many first layers are dense, in models without a list of kinds
+# numbers of first layers that are dense, in models without a list of kinds
 PREFIXES = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-MOST = 4  # layers of an interval in a copy
+MOST = 4  # most layers of an interval in a copy
 
 
 def depth_of(told: Mapping[str, Any]) -> int:
-    """The number of layers; 0: the configuration has none."""
+    """Return the number of layers; 0: the configuration has none."""
     found = next((told[name] for name in DEPTHS if isinstance(told.get(name), int)), 0)
     lists = (told.get(name) for name in ("layers_block_type", "layer_types"))
     return found or next((len(one) for one in lists if isinstance(one, list)), 0)
@@ -109,7 +108,7 @@ class LayerKinds:
 
     @property
     def period(self) -> int:
-        """So many layers of a copy have every kind."""
+        """Return the number of layers with which a copy has every kind."""
         patterns = [len(self.told.get("block_types") or [0])]
         listed = {"layers_block_type", "layer_types"} & set(self.lists)
         names = [name for name, _ in INTERVALS if not (listed and name in LISTED)]
@@ -118,8 +117,8 @@ class LayerKinds:
         return math.lcm(max(len(self.firsts), 1 + before), *patterns, *steps)
 
     def fewer(self, num_layers: int) -> dict[str, Any]:
-        """The fields that tell the kinds, for a copy of so many layers."""
-        # for each layer the one that it is made after; the last one like the last
+        """Return the fields with the kinds of layers, for a copy of `num_layers`."""
+        # each layer copies one of the original; the last one copies the last
         models = [self.firsts[index % len(self.firsts)] for index in range(num_layers)]
         if num_layers > len(self.firsts):
             models[-1] = self.last
@@ -224,7 +223,7 @@ WIDTHS = {  # times the width of the copy
 
 @dataclass(frozen=True)
 class Sizes:
-    """What all parts of a copy share: one width, so that any two of them fit together."""
+    """Sizes that all parts of a copy share: one width, so that any two of them fit together."""
 
     num_layers: int
     head_dim: int
@@ -236,7 +235,7 @@ class Sizes:
 
 
 def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
-    """The number of a copy in place of `value`, by the name of the field and those beside it."""
+    """Return the number of a copy for `value`, by the names of its field and of the others."""
 
     def named(pattern: str) -> bool:
         return re.fullmatch(pattern, name) is not None
@@ -244,7 +243,7 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
     width, hidden_size = sizes.width, told.get("hidden_size")
     is_mamba_2 = "state_size" in told and "num_heads" in told
     mamba_head = round((told.get("mamba_expand") or told.get("expand") or 2) * width) // 8
-    # of latent attention: the part of a head that is rotated has `HEAD_DIM` numbers
+    # latent attention: the rotated part of a head has `HEAD_DIM` numbers
     latent = told.get("qk_rope_head_dim") or told.get("qk_nope_head_dim") or value
     latent_head = round(value * HEAD_DIM / latent) if latent else 0
     if named(r"unpadded_vocab_size"):
@@ -478,8 +477,8 @@ LEAST_HEAD_DIM = {"granite4_vision": 16}
 
 
 def _except(model_type: str, small: FieldValues, sizes: Sizes) -> None:
-    """Change in the fields of a copy what no rule can know about its family."""
-    if model_type == "aria":  # its projector has so many tokens for so many patches
+    """Change the fields of a copy that no rule by name covers, for its family."""
+    if model_type == "aria":  # its projector maps a number of patches to a number of tokens
         small["projector_patch_to_query_dict"] = {16: 4}
     elif model_type == "granite4_vision":  # states of the tower go to the inputs of deeper layers
         last = sizes.num_layers - 1

@@ -1,7 +1,7 @@
-"""How good one answer is: what the shipped rewards judge by. Plain texts and numbers.
+"""Score one answer, for the built-in rewards. Plain texts and numbers.
 
-Nothing is evaluated: numbers are read by a pattern and kept as fractions, and a pattern of the
-user's gets a time limit, since a long answer can make one search for hours.
+No text is executed: numbers are matched by a pattern and kept as fractions. A pattern of the user
+has a time limit, since its search in a long answer could take hours.
 """
 
 import json
@@ -20,7 +20,7 @@ from stageline.tasks.answer_text import normalize, parse_choice
 Sample = Mapping[str, Any]
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S | re.I)
 _THOUGHT = re.compile(r".*</think>", re.S | re.I)
-# a hyphen behind a word or a number is no sign: "10-15" ends with 15
+# a hyphen after a word or a number is not a sign: "10-15" ends with 15
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+])?"
     r"(?:(?:\d{1,3}(?:,\d{2,3}){0,12},\d{3}(?!\d)|\d{1,41})(?:\.\d{0,40})?|\.\d{1,40})"
@@ -36,7 +36,7 @@ def _name(sample: Sample) -> object:
 
 
 def said(completion: str) -> str:
-    """What an answer says in the end: in its last <answer> tag, else behind its thoughts."""
+    """Return the final answer of a text: in its last <answer> tag, else after its thoughts."""
     tagged = _ANSWER.findall(completion)
     return tagged[-1].strip() if tagged else _THOUGHT.sub("", completion).strip()
 
@@ -159,7 +159,7 @@ def fits(completion: str, pattern: str) -> bool | None:
         return None
     except regex.error as error:
         raise UserError(
-            f"`reward` format: the pattern {pattern!r} is no regular expression ({error}). "
+            f"`reward` format: the pattern {pattern!r} is not a regular expression ({error}). "
             "Correct it."
         ) from error
 
@@ -190,7 +190,7 @@ def judged(
     reference: str,
     seconds: float,
 ) -> float | None:
-    """What a judge behind an OpenAI-style API gives, from 0 to 1; None: it said no number."""
+    """Return the score of a judge behind an OpenAI-style API, from 0 to 1; None: no number."""
     question = (
         "Rate the answer from 0 (wrong) to 10 (right and complete). Say the number alone.\n\n"
         f"Question:\n{prompt}\n\nRight answer:\n{reference}\n\nAnswer:\n{completion}"
