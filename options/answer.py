@@ -135,7 +135,7 @@ class PlacementOptions(Options):
 
 
 def device_memory(run: Any) -> tuple[int, ...] | None:
-    """Return the bytes of each device; None where the devices are to be asked."""
+    """Return the bytes of each device; None = measure the devices."""
     if not run.device_memory:
         return None
     try:

@@ -16,7 +16,7 @@ class RowSettings(Options):
         resume="steps",
     )
     last: Literal["drop", "pad"] = option(
-        "drop", "last rows of an epoch: drop = leave out, pad = fill the step with its first rows"
+        "drop", "last rows of an epoch: drop = leave out, pad = add the epoch's first rows"
     )
     pad_to_multiple_of: int = option(
         1, "row lengths are rounded up to a multiple of this, up to --max-token-num", at_least=1

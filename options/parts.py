@@ -41,7 +41,7 @@ class ChosenPart:
     key: str
     part: Any
     kwargs: dict[str, Any] = field(default_factory=dict)
-    facts: Any = Facts()  # of the register's class of facts
+    facts: Any = Facts()  # an object of the register's class of facts
 
     @property
     def bound(self) -> Callable[..., Any]:
@@ -155,7 +155,7 @@ def _functions(target: Any, method: str | None) -> list[Callable]:
 
 
 def _hints(function: Callable) -> dict[str, Any]:
-    """Argument -> type; `object` where the text of an annotation names what nobody imported."""
+    """Return argument -> type; `object` for the text of an annotation with a name not imported."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     found = dict(getattr(function, "__annotations__", {}))
     for name, hint in found.items():
@@ -206,7 +206,7 @@ def help_text(
     action: str = "",
     num_left: int = 0,
 ) -> str:
-    """What `--help` prints.
+    """Return the output of `--help`.
 
     Args:
         keys: the registers of this program, with their default keys.
