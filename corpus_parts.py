@@ -1,4 +1,4 @@
-"""The document parts, a row -> the text of a document, and the splitter parts, where sentences end.
+"""Document components (row -> text of a document) and splitter components (ends of sentences).
 
 A row is a line of a text file, or what a line of JSON or a row of Parquet holds. A splitter gives
 ends in characters, in front of white space; the last one is the text's length.
@@ -33,7 +33,7 @@ def none(text: str) -> numpy.ndarray:
 def _columns_of(
     *, fields: list[str] | None = None, template: str | None = None, **own: Any
 ) -> list[str]:
-    """The fields that are needed of a row; refuses options that go wrong in every row.
+    """Return the required fields of a row; refuse options that fail on every row.
 
     Raises:
         UserError: both came, or a template without a field.
@@ -80,7 +80,7 @@ def _unescaped(text: str) -> str:
 
 @functools.cache
 def _parse(template: str) -> Sequence[tuple[str, bool]]:
-    """Texts and names of fields in turn, with whether it is a name."""
+    """Yield texts and names of fields in turn, with whether each is a name."""
     parts: list[tuple[str, bool]] = []
     template, end = _unescaped(template), 0
     for match in SLOT.finditer(template):
@@ -97,7 +97,7 @@ def _parse(template: str) -> Sequence[tuple[str, bool]]:
 
 
 def _value(row: Mapping[str, Any], name: str) -> str:
-    """The text of a field.
+    """Return the text of a field.
 
     Raises:
         BadDocument: it is missing, or no text.

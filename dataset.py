@@ -1,4 +1,4 @@
-"""The dataset parts, (images | None, sample) per row, and the collate_fn parts.
+"""Dataset components, (images | None, sample) per row, and collate_fn components.
 
 A dataset opens images lazily: pixels are decoded later, and on the first stage only.
 """
@@ -133,7 +133,7 @@ def corpus(
 
 
 def _packed(prefix: str, row_length: int | None) -> Any:
-    """The packed rows of a corpus; one process of a machine makes them where they are missing."""
+    """Return the packed rows of a corpus; one process of a machine makes missing ones."""
     if Path(f"{prefix}.pack").exists():  # the folder may be read-only, without room for a lock
         rows = PackedRows(prefix)
         return rows if row_length in (None, rows.row_length) else pack_corpus(prefix, row_length)
@@ -199,7 +199,7 @@ def contrastive(
 
 
 def group_numbers(samples: Sequence[Sample]) -> list[int]:
-    """The number of each sample's group, from 0 on.
+    """Return the number of each sample's group, from 0.
 
     Raises:
         DataError: a group is not whole: names the sample, and what was expected in its place.

@@ -1,4 +1,4 @@
-"""The loss_fn parts: (logits, micro-batch) -> one number, already divided for the whole batch.
+"""Loss components: (logits, micro-batch) -> one number, already divided for the whole batch.
 
 A loss may also return named figures that are logged. The sim_fn parts say how much alike two
 batches of vectors are, for a loss that asks for one. The reward parts say how good answers are,
@@ -99,7 +99,7 @@ CONTRASTIVE = (
 
 
 def next_marks(micro_batch: MicroBatch) -> torch.Tensor:
-    """Whether the logits of each token predict a marked, supervised one, [B, T]."""
+    """Return whether the logits of each token predict a marked, supervised one, [B, T]."""
     marks_BT = given(micro_batch, "loss_marks", CONTRASTIVE)
     marks_BT = functional.pad(marks_BT, (0, 1), value=False)[:, 1:]
     return marks_BT & (next_labels(micro_batch) != IGNORE)
@@ -148,7 +148,7 @@ def group_losses(
     sim_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of each compared group, and whether its positive is nearest, both [G].
+    """Return the cross-entropy of each compared group and whether its positive is nearest, [G].
 
     Softmax of the similarities of the anchor to all others, by the temperature; the positive is
     the right answer.
@@ -178,7 +178,7 @@ def group_losses(
 
 
 def warm_up(step: int, *, start_step: int, warmup_steps: int) -> float:
-    """0 up to `start_step`, then a straight line that reaches 1 `warmup_steps` later."""
+    """Return 0 up to `start_step`, then a linear ramp to 1 `warmup_steps` later."""
     if step < start_step:
         return 0.0
     return 1.0 if warmup_steps == 0 else min(1.0, (step - start_step) / warmup_steps)
@@ -285,7 +285,7 @@ def count_pairs(micro_batch: MicroBatch) -> int:
 
 
 def count_chosen(micro_batch: MicroBatch) -> int:
-    """Supervised tokens of the chosen answers."""
+    """Return the number of supervised tokens of the chosen answers."""
     return int(row_lengths(micro_batch["labels"])[::2].sum())
 
 
@@ -520,14 +520,14 @@ def _has_labels(micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def count_reward_pairs(micro_batch: MicroBatch) -> int:
-    """Pairs of a micro-batch that count."""
+    """Return the number of pairs of a micro-batch in the loss."""
     return int(_has_labels(micro_batch).sum())
 
 
 def pair_rewards(
     scores_BT1: torch.Tensor, micro_batch: MicroBatch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards [P] of chosen and rejected answers in float32, and 1.0 for each pair that counts.
+    """Return float32 rewards [P] of chosen and rejected answers, and 1.0 for each pair in the loss.
 
     A row has one label, where its reward is read. Pairs that only fill a batch up, or were dropped,
     have no labels; their rewards are 0.

@@ -1,4 +1,4 @@
-"""The metric parts: (predictions, samples) -> {"score", "per_sample", "groups", "unparsed"}.
+"""Metric components: (predictions, samples) -> {"score", "per_sample", "groups", "unparsed"}.
 
 A prediction is {"prediction": text}, a sample what the dataset gave. Confidence intervals and the
 figures of other groupings are added by the report. An answer that says nothing counts as wrong and
@@ -29,7 +29,7 @@ Judge = Callable[[str, dict[str, Any]], bool | None]
 
 
 def figures_of(predictions: Predictions, samples: Samples, judge: Judge) -> dict[str, Any]:
-    """Counts right answers, over all and for each `group` of the samples."""
+    """Return the shares of right answers, over all samples and for each `group`."""
     verdicts = [
         judge(str(prediction["prediction"]), sample)
         for prediction, sample in zip(predictions, samples, strict=True)
@@ -48,7 +48,7 @@ def figures_of(predictions: Predictions, samples: Samples, judge: Judge) -> dict
 
 
 def answers_of(sample: dict[str, Any]) -> list[str]:
-    """All answers that count as right."""
+    """Return all answers that count as right."""
     return [normalize(answer) for answer in references(sample)]
 
 
@@ -67,7 +67,7 @@ def contains(predictions: Predictions, samples: Samples) -> dict[str, Any]:
 def _compared(
     predictions: Predictions, samples: Samples, is_said: Callable[[str, str], bool]
 ) -> dict[str, Any]:
-    """Counts normalized texts that say one of the answers."""
+    """Return the figures of normalized texts that say one of the answers."""
 
     def judge(text: str, sample: dict[str, Any]) -> bool | None:
         said = normalize(text)

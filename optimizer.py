@@ -1,4 +1,4 @@
-"""The optimizer and lr_scheduler parts."""
+"""Optimizer and lr_scheduler components."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -319,7 +319,7 @@ def wsd(
 def _after_warmup(
     rate: Callable[[int], float], learning_rate: float, warmup_steps: int, start: float
 ) -> Callable[[int], float]:
-    """A straight line from `start` to `learning_rate` first, then `rate`."""
+    """Return a schedule with a linear warm-up from `start`, which then follows `rate`."""
 
     def with_warmup(step: int) -> float:
         if step < warmup_steps:

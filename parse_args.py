@@ -1,4 +1,4 @@
-"""Command line and YAML -> the config of a run, and the kwargs of each chosen part.
+"""Parse command line and YAML into the config of a run and the kwargs of each component.
 
 Two passes: the first finds `--import`, `--config` and the keys; the second knows the options of the
 chosen parts, converts every value by its type (jsonargparse) and refuses what it does not know.
@@ -104,7 +104,7 @@ class Arguments(Generic[Run]):
 
     run: Run  # options that belong to no component
     parts: dict[str, ChosenPart]  # register name -> the chosen component and its kwargs
-    imports: list[str]  # what `--import` named, in order
+    imports: list[str]  # modules of `--import`, in order
 
     def as_config(self) -> dict[str, Any]:
         """Return all options by their names on the command line; paths are absolute."""

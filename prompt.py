@@ -1,4 +1,4 @@
-"""The prompt parts: templates with [PLACEHOLDERS]. What fills them is in prompt_fn.py.
+"""Prompt components: templates with [PLACEHOLDERS], which prompt_fn.py fills.
 
 [IMAGE] stands for all images of a sample, [NAME] for its field `name`. [ANSWER] is in the
 loss, or without it the [CAPTION] or [TEXT] that ends the template. [[NAME]] is literal.

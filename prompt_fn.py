@@ -1,4 +1,4 @@
-"""The prompt_fn parts, which fill a template, and the image_token parts for the image places.
+"""Prompt_fn components, which fill a template, and image_token components.
 
 Both return a `Rendered`: text with marks on what came from the data and what is in the loss.
 """
@@ -31,7 +31,7 @@ def fill(
     for_generation: bool = False,
     examples: Sequence[Mapping[str, Any]] = (),
 ) -> Rendered:
-    """Puts the sample's fields into the template's placeholders; the answer ends with EOS.
+    """The template with the sample's fields in its placeholders; the answer ends with EOS.
 
     Examples are filled in before it, with an empty line after each.
     """

@@ -1,4 +1,4 @@
-"""The registers: every component of an experiment has a key here. Only the standard library.
+"""Registries: every component of an experiment has a key here. Standard library only.
 
 A component is registered by a decorator or by item assignment, and chosen by its key:
 
@@ -78,7 +78,7 @@ class ModelFacts(Facts):
 @dataclass(frozen=True, kw_only=True)
 class TrainModelFacts(Facts):
     gives_scores: bool = False  # a score for each token in the place of logits
-    model_types: tuple[str, ...] = ()  # of config.json, that it is made for; none: any
+    model_types: tuple[str, ...] = ()  # accepted model_type values; empty: any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class Register(MutableMapping[str, Any]):
         self.is_frozen = False
 
     def __call__(self, *keys: str, replace: bool = False, **facts: Any) -> Callable:
-        """Decorator: registers a function or class under one or more keys and returns it as is."""
+        """Decorate a function or class to register it under one or more keys, unchanged."""
         if not keys or not all(isinstance(key, str) for key in keys):
             raise RegisterError(
                 f"@{self.name}_register was used without a key. Write "
@@ -263,7 +263,7 @@ class Register(MutableMapping[str, Any]):
         return self.entry(key).home
 
     def summary(self, key: str) -> str:
-        """First line of the part's docstring; of a string, the string on one line."""
+        """Return the first line of a component's docstring, or a string on one line."""
         part = self[key]
         if self.part_type is str:
             return part.replace("\n", "\\n")
@@ -446,7 +446,7 @@ ALL_REGISTERS: dict[str, Register] = {
 
 
 def freeze_registers() -> None:
-    """Freezes every register. An entry file calls it when all parts have been imported."""
+    """Freeze every registry. An entry file calls it after all components are imported."""
     for register in ALL_REGISTERS.values():
         register.freeze()
 
@@ -473,7 +473,7 @@ def import_shelf(*names: str) -> None:
 
 
 def _module_file(name: str) -> Path | None:
-    """File of a top-level module, imported or not; None when there is none."""
+    """Return the file of a top-level module, imported or not; None if there is none."""
     if name in sys.modules:
         file = getattr(sys.modules[name], "__file__", None)
     else:
@@ -532,7 +532,7 @@ def _import_one(spec: str) -> ModuleType:
 
 
 def _place_of(error: BaseException) -> str:
-    """`file:line` where an import failed, without the frames of the import machinery."""
+    """Return `file:line` where an import failed, without frames of the import machinery."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     machinery = (str(Path(__file__).resolve()), "<frozen", str(Path(importlib.__file__).parent))

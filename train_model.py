@@ -1,4 +1,4 @@
-"""The train_model parts: each builds and fills one stage of a model.
+"""Train_model components: each builds and fills one stage of a model.
 
 The stage classes are in stageline/stages, and for a subclass of one's own in pp_models.py. They
 import transformers, so they are imported when a part is called.

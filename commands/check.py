@@ -1,4 +1,4 @@
-"""Checks that a split model computes what the whole one does; on the CPU, no GPU is needed.
+"""Check that a split model computes what the whole one does; on the CPU, no GPU is needed.
 
 `python check_model.py` takes the options of a training command, as they are. It builds the stages
 with the functions that train_pp.py uses. Exit code 0: equal; 1: a difference, the table says which;

@@ -1,4 +1,4 @@
-"""Entry file: builds a corpus for pre-training, shows, merges, checks and copies it.
+"""Build a corpus for pre-training; show, merge, check and copy it.
 
 python corpus.py write --file-path a.jsonl --save-path data --save-prefix a --tokenizer-path llama
 python corpus.py merge --merge-path-prefix data/a data/b --merge-path-type 0 1 \

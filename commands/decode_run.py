@@ -53,7 +53,7 @@ class AnsweringModel:
     adapters: tuple[str, ...] = ()  # folders that are put on it; all but the last are merged
     beside: tuple[str, ...] = ()  # adapter folders of which each row of a pass has one or none
     merges: bool = False  # the last adapter is merged too
-    key: str | None = None  # of the train_model component; None: that of the architecture
+    key: str | None = None  # train_model component; None: that of the architecture
     partition: tuple[int, ...] | None = None  # None: what evens out a decoding step
     trust_remote_code: bool = False
     attn_implementation: str | None = None

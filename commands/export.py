@@ -1,4 +1,4 @@
-"""Entry file: make one plain Hugging Face folder of a checkpoint that a run saved.
+"""Export a checkpoint of a run as one plain Hugging Face folder.
 
 python export.py --model-path runs/x/checkpoints/step-100 --output-path my_model --merge
 

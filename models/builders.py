@@ -1,4 +1,4 @@
-"""The builder parts: a folder -> (model, processor, device_map)."""
+"""Builder components: a folder -> (model, processor, device_map)."""
 
 import warnings
 from pathlib import Path

@@ -163,7 +163,7 @@ def make_cutter(
     quantization: str | None = None,
     **options: Any,
 ) -> ModelCutter:
-    """A cutter of the model on the meta device."""
+    """Return a cutter of the model on the meta device."""
     whole = model_on_meta(config, dtype=dtype, **options)
     if quantization:
         whole.config.quantization_config = quantization_settings(quantization)
@@ -178,7 +178,7 @@ def make_cutter(
 
 
 def free_memory(devices: Sequence[torch.device]) -> tuple[int, ...]:
-    """Bytes that are free on each, with what this process holds and does not use."""
+    """Return the free bytes of each device, including memory that this process holds unused."""
     module = torch.get_device_module(devices[0])
     return tuple(
         module.mem_get_info(device)[0]

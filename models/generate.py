@@ -1,4 +1,4 @@
-"""The inference model parts: (images, prompts) -> answers."""
+"""Inference model components: (images, prompts) -> answers."""
 
 import hashlib
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The model parts that generate nothing: likelihoods of given answers, and of whole texts."""
+"""Model components without generation: likelihoods of given answers, and of whole texts."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -99,7 +99,7 @@ def perplexity(
 def _scored(
     model: Any, processor: Any, rows_of: Sequence[Sequence[Any]], batch_size: int
 ) -> Iterator[tuple[int, Any]]:
-    """(sample, scores of its rows), as they come."""
+    """Yield (sample, scores of its rows) as they are computed."""
     from stageline.inference.generation import as_they_are_whole, score_rows
 
     rows = [row for own in rows_of for row in own]

@@ -1,4 +1,4 @@
-"""Models behind an OpenAI-style endpoint: a builder part, and two model parts that ask it.
+"""Models behind an OpenAI-style endpoint: a builder and two model components.
 
 `remote` sends many requests at once, paced, tried again and counted; `batch_file` writes them to
 files for an offline batch API.
@@ -280,11 +280,11 @@ class RequestFiles:
             self._number, self._num_lines = number, len(lines)
 
     def paths(self) -> list[Path]:
-        """The files in order."""
+        """Return the files in order of their numbers."""
         return sorted(self.folder.glob("requests-*.jsonl"))
 
     def add(self, bodies: list[dict[str, Any]]) -> None:
-        """Writes those that are not there yet."""
+        """Write the requests that are not in the files yet."""
         for body in bodies:
             key = body_key(body)
             if key in self.written:

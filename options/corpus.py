@@ -1,4 +1,4 @@
-"""The options of corpus.py, a class an action; the names are those of the founding notes."""
+"""Options of corpus.py, one class per action."""
 
 import difflib
 import functools
@@ -187,7 +187,7 @@ KEYS: dict[str, dict[str, str | None]] = {
 
 
 def split_action(words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the action and the other words; the notes' --mode=write is the word write."""
+    """Return the action and the other words; --mode=write is the same as the word write."""
     if words and not words[0].startswith("-"):
         return words[0], words[1:]
     for place, word in enumerate(words):

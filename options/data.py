@@ -1,4 +1,4 @@
-"""The options about data: rows, batches, images, corpora, examples and reports."""
+"""Options of data: rows, batches, images, corpora, examples and reports."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""The options of export.py."""
+"""Options of export.py."""
 
 from typing import Literal
 

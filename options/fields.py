@@ -155,7 +155,7 @@ def check_together(config: Any) -> None:
     fields, given = option_fields(config), given_options(config)
 
     def is_given(text: str, *, exactly: bool) -> bool:
-        """Whether an option has been given, and with the value behind it if it counts exactly."""
+        """Return whether an option was given, and with the value after it if `exactly`."""
         name, _, wanted = text[2:].replace("-", "_").partition(" ")
         return str(value_of(config, name)) == wanted if exactly else name in given
 

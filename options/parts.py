@@ -1,4 +1,4 @@
-"""A part's own options: its signature, less what the run supplies.
+"""Read a component's own options: its signature without the arguments of the run.
 
 Turns the signature and docstring of a part into options such as `--dataset.split_type`. Knows the
 contract of each register (which arguments come from the run), never a key.
@@ -25,7 +25,7 @@ from register import ALL_REGISTERS, ROOT, Facts, Register
 
 @functools.cache
 def _handed_options(register: str) -> frozenset[str]:
-    """The keyword arguments by which the parts of a register get options of the run."""
+    """Return the keyword arguments that components of a registry get from options of the run."""
     items = [*option_fields(RunConfig).values(), *option_fields(EvaluateConfig).values()]
     targets = {register, f"{register}?"}
     return frozenset(
@@ -45,7 +45,7 @@ class ChosenPart:
 
     @property
     def bound(self) -> Callable[..., Any]:
-        """The part with its own options."""
+        """Return the component with its own options."""
         return functools.partial(self.part, **self.kwargs)
 
 
@@ -116,7 +116,7 @@ def add_part_options(
 
 
 def takes(part: Any, name: str) -> Literal["needs", "may have", "no"]:
-    """Whether a part has an argument of this name, and whether it can do without."""
+    """Return whether a component has an argument of this name, and whether it is optional."""
     target, method, bound = _target(part)
     for function in _functions(target, method):
         for item in _parameters(function):
@@ -146,7 +146,7 @@ def _parameters(function: Callable) -> list[inspect.Parameter]:
 
 
 def _functions(target: Any, method: str | None) -> list[Callable]:
-    """The functions whose arguments a call can reach: of a class, also its bases' `__init__`."""
+    """Return the functions whose arguments a call reaches, with `__init__` of all bases."""
     if not inspect.isclass(target):
         return [getattr(target, method) if method else target]
     # without `object`: the signature of a built-in is parsed from its text, each time
@@ -168,7 +168,7 @@ def _hints(function: Callable) -> dict[str, Any]:
 
 
 def _is_plain(hint: Any) -> bool:
-    """Whether values of this type can be written on a command line or in a YAML file."""
+    """Return whether values of this type can be written on a command line or in a YAML file."""
     if hint in (int, float, str, bool, type(None), Path, Any, inspect.Parameter.empty):
         return True
     if hint in (list, tuple, dict, set):
@@ -182,12 +182,12 @@ def _is_plain(hint: Any) -> bool:
 
 
 def _home(register: Register, key: str) -> str:
-    """`file:line` of a part, relative to the repository where it is inside."""
+    """Return `file:line` of a component, relative to the repository if inside."""
     return register.home(key).removeprefix(f"{ROOT}/")
 
 
 def list_parts() -> str:
-    """Every register, key, first docstring line and home, as text."""
+    """Return every registry, key, first docstring line and home, as text."""
     lines = []
     for name, register in ALL_REGISTERS.items():
         lines.append(f"{name} ({register.option}): {register.holds}")

@@ -138,7 +138,7 @@ class MachineOptions(Options):
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """The compute type of the options bf16 and fp16."""
+        """Return the compute dtype of the options bf16 and fp16."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
 

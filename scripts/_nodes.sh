@@ -1,5 +1,5 @@
-# Sourced after _env.sh by recipes for several machines: checks what a machine has to be told, and
-# sets TORCHRUN, the command that takes the place of "$PYTHON". Every machine gets the same values,
+# Sourced after _env.sh by recipes for several machines: checks the variables of a machine and sets
+# TORCHRUN, the command that takes the place of "$PYTHON". Every machine gets the same values,
 # but for NODE_RANK.
 #
 # NNODES                  machines of the run
@@ -21,10 +21,10 @@ stageline_need_number() {
         stageline_fail "$1=${!1} does not fit: a whole number from $2 to $3 was expected. $4"
 }
 
-# The address of machine 0, as this machine looks it up.
+# Print the address of machine 0, as this machine resolves it.
 stageline_first_address() { getent ahosts "$MASTER_ADDR" | awk 'NR == 1 { print $1 }'; }
 
-# The interface that leads to machine 0. Without it gloo takes the address of this machine's name,
+# Print the interface to machine 0. Without it gloo takes the address of this machine's name,
 # which /etc/hosts often gives as 127.0.1.1.
 stageline_interface() {
     local address own
@@ -53,15 +53,15 @@ if [ -z "${GLOO_SOCKET_IFNAME:-}" ]; then
     GLOO_SOCKET_IFNAME="$(stageline_interface || true)"
     [ -n "$GLOO_SOCKET_IFNAME" ] && export GLOO_SOCKET_IFNAME || unset GLOO_SOCKET_IFNAME
 fi
-# as torchrun does, without its words
+# the same as torchrun, without its messages
 [ "$NPROC_PER_NODE" = 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# else torch's own warnings about lost connections come before the cause
+# otherwise torch's warnings about lost connections precede the cause
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 stageline_say "machine $NODE_RANK of $NNODES, $NPROC_PER_NODE processes, machine 0 is" \
     "$MASTER_ADDR:$MASTER_PORT, gloo on ${GLOO_SOCKET_IFNAME:-the address of its own name}"
 
-# The static rendezvous: rank 0 is on machine 0, ranks follow the machines' numbers, and nothing is
-# tried again after a failure.
+# The static rendezvous puts rank 0 on machine 0 and orders ranks by machine; it does not retry
+# after a failure.
 TORCHRUN=(
     "$PYTHON" -m torch.distributed.run
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC_PER_NODE"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Reads the held-out digits with the newest run of train_pp.sh, by generation.
+# Evaluates the newest run of train_pp.sh on the held-out digits, by generation.
 # Another model: MODEL_PATH=folder bash scripts/evaluate.sh, or append --model-path folder
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 

@@ -21,7 +21,7 @@ from stageline.shrink import layer_period, shrink_config
 SPREAD = 0.1  # noise on all weights: weights of 0 or 1 hide a swapped or lost one
 NAMES = ("cache", "past_key_values")  # newest first: transformers warns about the old name
 LENGTHS = (3, 1)  # tokens of two rows before the last one; no window of a copy is as short
-TOLERANCE = 1e-3  # of the largest number
+TOLERANCE = 1e-3  # share of the largest number
 _FOUND: dict[tuple[type, str], str | None] = {}  # (class, configuration) -> the keyword
 
 
@@ -68,7 +68,7 @@ def cache_name(model: PreTrainedModel) -> str | None:
 
 
 def answers_alike(model: PreTrainedModel) -> bool:
-    """Whether `generate` gives a row the same answer with padding and a cache as without.
+    """Return whether `generate` gives a row the same answer with padding and a cache as without.
 
     Models of transformers are taken to do so. One with code of its own may take a cache among other
     keywords and do nothing with it; `generate` would then hand it the last token only.

@@ -1,4 +1,4 @@
-"""The error of a part that does not keep its contract, which is in docs/add_a_part.md.
+"""Build the error of a component that breaks its contract (docs/add_a_part.md).
 
 Knows no register and no key: a part is named by what it is called and where it is written. Who
 calls a part looks at what came back.
@@ -28,7 +28,7 @@ def broken(
     cure: str,
     kind: type[UserError] = ContractError,
 ) -> UserError:
-    """The error of a part that does not keep its contract.
+    """Return the error of a component that breaks its contract.
 
     Args:
         came: what it did, "returned a dict".
@@ -112,7 +112,7 @@ def part_name(part: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in a few words: its type, and of tensors their shape."""
+    """Return a short description of a value: its type, and the shape of a tensor."""
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         return f"a tensor of shape {list(value.shape)} in {kind}"

@@ -79,7 +79,7 @@ def stage_devices(asked: str = "auto") -> list[torch.device]:
 
 
 def visible(devices: Sequence[torch.device]) -> tuple[str, list[str]]:
-    """The variable of the environment that shows a process these devices, and their names in it.
+    """Return the environment variable that limits a process to devices, and their names in it.
 
     Raises:
         UserError: it is not known for devices of this kind.
@@ -118,7 +118,7 @@ def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
 
 @contextmanager
 def generators_kept(devices: Iterable[torch.device]) -> Iterator[list[torch.Generator]]:
-    """Puts the generators of the host and of these devices back behind it; gives them inside."""
+    """Yield the generators of the host and these devices; restore their states afterwards."""
     generators = generators_of(devices)
     states = [generator.get_state() for generator in generators]
     try:
@@ -129,13 +129,13 @@ def generators_kept(devices: Iterable[torch.device]) -> Iterator[list[torch.Gene
 
 
 def synchronize(device: torch.device) -> None:
-    """The host waits for all work of an accelerator; other devices are never behind it."""
+    """Wait for all work of an accelerator; other devices have none."""
     if is_accelerator(device):
         torch.get_device_module(device).synchronize(device)
 
 
 def device_in_use() -> torch.device | None:
-    """The accelerator that this thread computes on; None where the process uses none so far."""
+    """Return the accelerator of this thread; None if the process has used none so far."""
     kind = torch.accelerator.current_accelerator()
     if kind is None or not is_accelerator(kind):
         return None
@@ -145,24 +145,24 @@ def device_in_use() -> torch.device | None:
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Values of the host on a device; the host waits for no copy."""
+    """Return values of the host on a device, without waiting for the copy."""
     return (values.pin_memory() if is_accelerator(device) else values).to(device, non_blocking=True)
 
 
 def sleeping_event(device: torch.device) -> Any:
-    """An event whose `synchronize` lets the thread sleep, where the kind of device has such."""
+    """Return an event whose `synchronize` lets the thread sleep, if the device has such."""
     module = torch.get_device_module(device)
     return module.Event() if device.type == "xpu" else module.Event(blocking=True)
 
 
 def empty_cache() -> None:
-    """Gives memory back that torch's allocator holds and does not use."""
+    """Release memory that torch's allocator holds unused."""
     for device in accelerators()[:1]:
         torch.get_device_module(device).empty_cache()
 
 
 def available_memory() -> int | None:
-    """Bytes that this process may still take of the host, or of its container; None: not known."""
+    """Return the bytes still free on the host, or in the container; None: unknown."""
     found = []
     with contextlib.suppress(OSError, KeyError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -202,7 +202,7 @@ def settle_allocators() -> None:
 
 
 def pinned_block(num_bytes: int) -> int:
-    """Bytes that torch takes of the host for a pinned tensor of `num_bytes`."""
+    """Return the host bytes that torch allocates for a pinned tensor of `num_bytes`."""
     told = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), "")
     found = re.search(rf"{_ROUND_UP}:(\d+)", told)
     if num_bytes == 0 or (found is not None and num_bytes > int(found[1]) << 20):

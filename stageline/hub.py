@@ -41,7 +41,7 @@ class HubName:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the revision is a commit, which never changes."""
+        """Return whether the revision is a commit, which never changes."""
         return bool(self.revision and _COMMIT.fullmatch(self.revision))
 
 
@@ -61,7 +61,7 @@ def read_name(text: str | Path, *, folder: Path = Path()) -> HubName | None:
 
 
 def with_commit(given: str, recorded: Iterable[str]) -> str:
-    """A name with the commit that an earlier start of the run has recorded for it, if it did."""
+    """Return a name with the commit that an earlier start of the run recorded, if any."""
     name = read_name(given)
     if name is None or name.is_pinned:
         return given
@@ -73,7 +73,7 @@ def with_commit(given: str, recorded: Iterable[str]) -> str:
 
 
 def name_of(folder: str | Path) -> HubName | None:
-    """The name and commit that a folder of the cache is of, by its path; None: it is another."""
+    """Return the name and commit of a cache folder, from its path; None: another folder."""
     match = _SNAPSHOT.fullmatch(str(folder))
     return HubName(f"{match[2]}/{match[3]}", match[4]) if match else None
 
@@ -85,7 +85,7 @@ def title_of(folder: Path) -> str:
 
 
 def local_folder(given: str | Path, *, option: str = "`model_path`") -> Path:
-    """The folder of a model, adapter or tokenizer, fetched if it is none of this machine.
+    """Return the folder of a model, adapter or tokenizer; fetch it if it is not here.
 
     Raises:
         UserError: nothing of this name can be had.
@@ -108,7 +108,7 @@ def local_folder(given: str | Path, *, option: str = "`model_path`") -> Path:
 
 
 def pinned_set(given: str, *, option: str = "`dataset_path`") -> str:
-    """The name of a data set with its commit, `hub:owner/name@commit`; a path stays as it is.
+    """Return a data set with its commit, `hub:owner/name@commit`, or a path unchanged.
 
     `datasets` fetches the files. A name stays without a commit where the hub does not answer: the
     cache of `datasets` may do.
@@ -139,7 +139,7 @@ def pinned_set(given: str, *, option: str = "`dataset_path`") -> str:
 
 
 def can_fetch(path: Path) -> bool:
-    """Whether a file that is not here belongs to a folder of the cache."""
+    """Return whether a missing file belongs to a folder of the cache."""
     return not path.exists() and name_of(path.parent) is not None
 
 
@@ -186,7 +186,7 @@ def _from_hub(name: HubName) -> str:
 
 
 def _from_modelscope(name: HubName, option: str) -> str:
-    """The whole folder: its cache does not tell commits, so no file can be fetched later."""
+    """Return the whole folder: its cache has no commits, so no file can be fetched later."""
     try:
         from modelscope import snapshot_download
     except ImportError as error:
@@ -218,7 +218,7 @@ def _note(name: HubName | str, found: str) -> None:
 def _refused(
     name: HubName, what: str, error: Exception, *, kind: str = "models", at: str = ""
 ) -> UserError:
-    """The error for what a hub would not give: what was asked for, why, and the cure."""
+    """Return the error of a failed fetch, with the name, the cause and the remedy."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{name.repo}"

@@ -95,7 +95,7 @@ def check_folder(path: str | Path, *, trust_remote_code: bool) -> Path:
 
 
 def files_fingerprint(path: str | Path, *, answers: bool = False) -> str:
-    """A hash of the settings, tokenizer and processor of a folder, wherever it is.
+    """Return a hash of the settings, tokenizer and processor of a folder, without its path.
 
     Args:
         answers: the model is asked, so that what ends an answer counts.
@@ -116,7 +116,7 @@ def check_bulky(folder: Path) -> None:
 
 
 def _code_names(value: Any, key: str = "") -> Iterator[str]:
-    """The code that settings name, at any depth: sub-configs and parts have an auto_map each."""
+    """Yield the code that settings name, at any depth: sub-configs have their own auto_map."""
     if isinstance(value, dict | list):
         named: Iterable[tuple[str, Any]] = ((key, one) for one in value)
         if isinstance(value, dict):
@@ -157,7 +157,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> "Pretra
 
 
 def has_trusted_code(config: object) -> bool:
-    """Whether a config came with code: `load_config` lets such a one pass by the flag only."""
+    """Return whether a config has code, which `load_config` accepts only with the flag."""
     return bool(getattr(config, "auto_map", None))
 
 
@@ -186,7 +186,7 @@ def refused_build(
     error: Exception,
     attn_implementation: str | None = None,
 ) -> UserError:
-    """transformers' refusal to build a model as the user's error."""
+    """Return transformers' refusal to build a model as a UserError."""
     import transformers
 
     if isinstance(error, UserError):
@@ -215,7 +215,7 @@ def refused_build(
 
 
 def is_of_library(model: object) -> bool:
-    """Whether the class of a model is one of transformers."""
+    """Return whether the class of a model is one of transformers."""
     return type(model).__module__.startswith("transformers.")
 
 
@@ -226,7 +226,7 @@ ModelT = TypeVar("ModelT", bound="PreTrainedModel")
 
 
 def called_alike(model: ModelT) -> ModelT:
-    """Have the class of a model that is not transformers' own be called as those are.
+    """Adapt the class of a model that is not in transformers to the call of those that are.
 
     Its forward may lack arguments, and return logits without a name.
     """
@@ -275,7 +275,7 @@ def parts_of(config: "PretrainedConfig") -> "dict[str, PretrainedConfig]":
 
 
 def walk_config(config: "PretrainedConfig") -> Iterator[dict[str, Any]]:
-    """The fields of a configuration, and of those inside it."""
+    """Yield the fields of a configuration and of those inside it."""
     parts = parts_of(config)
     yield {name: value for name, value in config.to_dict().items() if name not in parts}
     for part in parts.values():
@@ -283,7 +283,7 @@ def walk_config(config: "PretrainedConfig") -> Iterator[dict[str, Any]]:
 
 
 def special_tokens(config: "PretrainedConfig") -> frozenset[int]:
-    """The ids of all tokens that are not text."""
+    """Return the ids of all tokens that are not text."""
     return frozenset(
         one
         for told in walk_config(config)
@@ -335,7 +335,7 @@ def num_positions(model: "nn.Module | PretrainedConfig") -> int | None:
 
 
 def short_length(text: "PretrainedConfig") -> int | None:
-    """Tokens of a pass up to which LongRoPE has its first set of frequencies; None: it has one."""
+    """Return the tokens of a pass up to which LongRoPE takes its short frequencies, or None."""
     scaled = [one for one in rope_parameters(text) if one.get("rope_type") == "longrope"]
     known = [one.get("original_max_position_embeddings") for one in scaled]
     return min((length for length in known if length is not None), default=None)

@@ -44,7 +44,7 @@ class Mark(Protocol):
     """A point in the queue of a device, such as an event of torch."""
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Return whether the device has reached it."""
         ...
 
 
@@ -80,7 +80,7 @@ def begin() -> None:
 
 
 def at_step(step: int) -> None:
-    """Notes how many optimizer steps are done."""
+    """Record the number of optimizer steps done."""
     global _place
     _place = replace(_place, step=step, since=time.monotonic())
 

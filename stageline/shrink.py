@@ -19,7 +19,7 @@ from stageline.model_folder import is_token, parts_of, special_tokens, walk_conf
 
 
 def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedConfig:
-    """A copy of `config` that a CPU runs in milliseconds.
+    """Return a copy of `config` that a CPU runs in milliseconds.
 
     Args:
         num_layers: of the language model; with `layer_period(config)` or more, every kind of layer
@@ -46,7 +46,7 @@ def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedCon
 
 
 def layer_period(config: PretrainedConfig) -> int:
-    """In how many layers of a cut-down copy every kind of layer appears; 1: all are alike."""
+    """Return the number of layers of a copy that has every kind of layer; 1: all are alike."""
     return LayerKinds(config.get_text_config(decoder=True).to_dict()).period
 
 
@@ -159,7 +159,7 @@ class LayerKinds:
 
 
 def _interval(step: object) -> int:
-    """An interval of at most `MOST` layers; halves keep what two intervals have in common."""
+    """Return an interval of at most `MOST` layers; halving keeps common divisors."""
     if not isinstance(step, int) or step < 1:
         return 1
     while step > MOST:
@@ -365,7 +365,7 @@ def _shrink_fields(fields: FieldValues, told: FieldValues, sizes: Sizes) -> Fiel
 
 
 def _shrink_list(name: str, values: list, told: FieldValues, sizes: Sizes) -> list:
-    """One entry a layer: different numbers stay different, and multiples of the smallest."""
+    """Return one entry per layer: different numbers stay different, and multiples of the least."""
     numbers = {one for one in values if isinstance(one, int) and not isinstance(one, bool)}
     small = {}
     for rank, one in enumerate(sorted(numbers), 1):
@@ -400,7 +400,7 @@ DROPOUT = r".*(dropout|drop|drop_?path|layerdrop|jitter|noise)(_prob|_rate|_p|_n
 
 
 def _head_dim(config: PretrainedConfig) -> int:
-    """The least size of a head in which all rotary positions find room."""
+    """Return the smallest head size that holds all rotary positions."""
     needed = LEAST_HEAD_DIM.get(config.model_type, HEAD_DIM)
     for told in walk_config(config):
         for rope in _ropes(told) if "kv_lora_rank" not in told else ():
@@ -414,7 +414,7 @@ def _head_dim(config: PretrainedConfig) -> int:
 
 
 def _ropes(told: FieldValues) -> list[FieldValues]:
-    """The rotary parameters of a configuration: one set, or one for each kind of layer."""
+    """Return the rotary parameters of a configuration: one set, or one for each kind of layer."""
     rope = told.get("rope_parameters") or told.get("rope_scaling")
     if not isinstance(rope, dict):
         return [{}]

@@ -15,7 +15,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Stage(nn.Module):
-    """The contract of a stage model; `StageModel` says what each of these is, and keeps it.
+    """Contract of a stage model; `StageModel` documents and fulfils it.
 
     What answering asks stands last; a decoder of text needs none of it of its own.
 
@@ -120,5 +120,5 @@ class Stage(nn.Module):
         return {}
 
     def fixed_cells(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Memory of a prompt's fixed keys and values, in tokens that take as much."""
+        """Return the memory of a prompt's fixed keys and values, as a number of tokens."""
         return 0

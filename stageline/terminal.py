@@ -18,12 +18,12 @@ CLEARED = "\r\x1b[K"  # the line that a bar of another process may stand on
 
 
 def is_first() -> bool:
-    """Whether this process is the one of a run that prints; before the processes have met, too."""
+    """Return whether this process prints for the run, also before the processes connect."""
     return os.environ.get("RANK", "0") == "0"
 
 
 class Terminal:
-    """The lines of a run; each process has one, `terminal`."""
+    """Terminal output of a process; each has one, `terminal`."""
 
     def __init__(self) -> None:
         self.path: Path | None = None  # the path of run.log
@@ -116,7 +116,7 @@ class _Beside:
 
 @contextlib.contextmanager
 def beside_bar(bar: Any | None) -> Iterator[None]:
-    """Prints, warnings and logged lines of this process leave the bar whole.
+    """Keep the bar intact while this process prints, warns and logs.
 
     Args:
         bar: of tqdm; None: it is another process's, on the same terminal.

@@ -165,7 +165,7 @@ def first_segment(text: str) -> str:
 
 
 def without_refusals(text: str) -> str:
-    """Takes out "I can't tell whether ...", up to the next comma."""
+    """Remove "I can't tell whether ...", up to the next comma."""
     return REFUSAL.sub(" ", text)
 
 
@@ -208,7 +208,7 @@ _DENIED = tuple(
 
 
 def without_negated(text: str) -> str:
-    """Leaves of a cleaned text what it does not deny: "not left but right" leaves right."""
+    """Return a cleaned text without what it denies: "not left but right" gives right."""
     for rule in _DENIED:
         text = rule.sub(" ", text)
     return text

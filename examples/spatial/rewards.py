@@ -68,7 +68,7 @@ def agreement(
 
 
 def is_spatially_right(completion: str, sample: Sample) -> bool:
-    """Whether an answer is right, or names the right directions."""
+    """Return whether an answer is right, or names the right directions."""
     if is_answer(completion, sample):
         return True
     asked = sample.get("question")

@@ -39,7 +39,7 @@ _DENIAL = re.compile(r"\b(?:not|never|neither|nor|cannot|wrong|incorrect)\b|n't\
 
 
 def plain(text: str) -> str:
-    """Lower case, plain quotes and widths, no markup; lines are kept.
+    """Return lower case with plain quotes and widths, without markup; lines are kept.
 
     What a model thought aloud is left out; a thought without an end says nothing.
     """
@@ -84,7 +84,7 @@ def contains_words(text: str, words: str) -> bool:
 
 
 def says_nothing(text: str) -> bool:
-    """Whether a text is empty or only says that it does not know."""
+    """Return whether a text is empty or only says that it does not know."""
     text = _CHINESE_REFUSAL.sub(" cannot tell ", plain(text)).replace("。", ". ")
     return re.search(r"\w", REFUSAL.sub(" ", text).replace("but", "")) is None
 

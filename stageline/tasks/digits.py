@@ -87,7 +87,7 @@ def _load() -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]
 
 
 def _draw_test(labels: numpy.ndarray) -> numpy.ndarray:
-    """Rows of the test, sorted: of each digit its share, drawn by the hash of the row's number.
+    """Return the sorted test rows: a share of each digit, drawn by a hash of the row's number.
 
     Written out, so that the split is the same with every version of every library.
     """

@@ -42,7 +42,7 @@ def said(completion: str) -> str:
 
 
 def references(sample: Sample) -> list[str]:
-    """The answers that count as right; of messages the last turn, if it is the assistant's.
+    """Return the right answers; for messages, the last turn if it is the assistant's.
 
     Raises:
         DataError: the row has none.
@@ -65,12 +65,12 @@ def references(sample: Sample) -> list[str]:
 
 
 def is_answer(completion: str, sample: Sample) -> bool:
-    """Whether an answer is the right one and nothing else, but for case and punctuation."""
+    """Return whether an answer is exactly the right one, up to case and punctuation."""
     return normalize(said(completion)) in [normalize(one) for one in references(sample)]
 
 
 def number_in(text: str) -> Fraction | None:
-    """The last number of a text; 1,200.5, 3/4, 40% and 1e-3 are numbers."""
+    """Return the last number of a text; 1,200.5, 3/4, 40% and 1e-3 are numbers."""
     for found in reversed(list(_NUMBER.finditer(text[-4000:].replace("\u2212", "-")))):
         whole, _, below = found[0].rstrip("% \xa0\\").replace(",", "").partition("/")
         try:
@@ -82,7 +82,7 @@ def number_in(text: str) -> Fraction | None:
 
 
 def is_near(completion: str, sample: Sample, *, tolerance: float, is_relative: bool) -> bool | None:
-    """Whether the number that an answer ends with is close to a right one; None: there is none."""
+    """Return whether the last number of an answer is close to a right one; None: no number."""
     value = number_in(said(completion))
     if value is None:
         return None
@@ -100,13 +100,13 @@ def is_near(completion: str, sample: Sample, *, tolerance: float, is_relative: b
 
 
 def is_choice(completion: str, sample: Sample) -> bool:
-    """Whether an answer names the right option, by its letter or its text."""
+    """Return whether an answer names the right option, by its letter or its text."""
     right = right_choice(sample)
     return parse_choice(said(completion), list(map(str, sample["choices"]))) == right
 
 
 def right_choice(sample: Sample, *, read: Callable[..., int | None] = parse_choice) -> int:
-    """The place of the right one of a sample's `choices`.
+    """Return the place of the right one of a sample's `choices`.
 
     It is `answer_index`, or `answer` by its text, as a place itself, or by its letter.
 
@@ -139,7 +139,7 @@ def right_choice(sample: Sample, *, read: Callable[..., int | None] = parse_choi
 
 
 def has_tags(completion: str, tags: Sequence[str]) -> bool:
-    """Whether an answer is these tags, each once and in this order, and nothing around them."""
+    """Return whether an answer has exactly these tags, once each, in order, and no other text."""
     rest = completion.strip()
     for tag in tags:
         start, end = f"<{tag}>", f"</{tag}>"
@@ -152,7 +152,7 @@ def has_tags(completion: str, tags: Sequence[str]) -> bool:
 
 
 def fits(completion: str, pattern: str) -> bool | None:
-    """Whether the whole answer is what a regular expression says; None: it took too long."""
+    """Return whether the whole answer matches a regular expression; None: it took too long."""
     try:
         return regex.fullmatch(pattern, completion, timeout=PATTERN_SECONDS) is not None
     except TimeoutError:
@@ -165,7 +165,7 @@ def fits(completion: str, pattern: str) -> bool | None:
 
 
 def length_reward(num_tokens: int, *, longest: int, margin: int) -> float:
-    """0 up to `margin` below the longest, then in a straight line to -1 (arXiv 2503.14476)."""
+    """Return 0 up to `margin` below the longest, then a linear fall to -1 (arXiv 2503.14476)."""
     over = num_tokens - (longest - margin)
     return 0.0 if over <= 0 else -1.0 if margin == 0 else max(-1.0, -over / margin)
 
