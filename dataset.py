@@ -44,7 +44,7 @@ from stageline.errors import DataError, UserError
 from stageline.tasks.digits import Digits
 
 PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair keep the same prompt
-# keys of other registers that suit a part: of text there is no template to choose
+# keys of other registries that suit a component: plain text needs no chat template
 TEXT_KEYS = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "loss_fn": "sft"}
 CHAT_KEYS = {"prompt": "chat", "prompt_fn": "chat", "image_token": "auto"}
 
@@ -191,7 +191,7 @@ def contrastive(
     batch = collate_encoded(encoded, **common)
     marks_BT = torch.zeros_like(batch["labels"], dtype=torch.bool)
     for index, one in enumerate(encoded):
-        found = torch.tensor(one.rows[0].is_marked, dtype=torch.bool)  # empty: it was dropped
+        found = torch.tensor(one.rows[0].is_marked, dtype=torch.bool)  # an empty sample was dropped
         marks_BT[index, : len(found)] = found
     batch["loss_marks"] = marks_BT
     batch["loss_groups"] = torch.tensor(groups, dtype=torch.int64)
@@ -213,7 +213,7 @@ def group_numbers(samples: Sequence[Sample]) -> list[int]:
             "anchor, positive, negatives."
         )
 
-    # a group may come twice: one fills up the last steps of an evaluation
+    # a group may appear twice, to fill up the last steps of an evaluation
     starts = [index for index, sample in enumerate(samples) if sample.get("role") == "anchor"]
     if starts[:1] != [0]:
         raise not_whole(samples[0], "the anchor (sample 1) of a new group")

@@ -81,7 +81,7 @@ def js(a_NV: torch.Tensor, b_NV: torch.Tensor) -> torch.Tensor:
 
 def _kl(p_NV: torch.Tensor, q_NV: torch.Tensor) -> torch.Tensor:
     """Kullback-Leibler divergence in nats; q is not 0 where p is not."""
-    least = torch.finfo(p_NV.dtype).tiny  # log 0 would be no number, also in the gradient
+    least = torch.finfo(p_NV.dtype).tiny  # log 0 would give NaN, also in the gradient
     log_ratio_NV = p_NV.clamp(min=least).log() - q_NV.clamp(min=least).log()
     return (p_NV * log_ratio_NV).sum(dim=-1)
 
@@ -312,7 +312,7 @@ def _pair_losses(
     scores = beta * (ratios_B[::2] - ratios_B[1::2])
     if kind == "sigmoid":  # Rafailov et al. 2023; smoothed as in Mitchell's conservative DPO
         return -(1 - share) * log_sigmoid(scores) - share * log_sigmoid(-scores)
-    if kind == "robust":  # Chowdhury et al. 2024: unbiased where that share is the wrong way round
+    if kind == "robust":  # Chowdhury et al. 2024: unbiased for that share of mislabeled pairs
         flipped = share * log_sigmoid(-scores) - (1 - share) * log_sigmoid(scores)
         return flipped / (1 - 2 * share)
     if kind == "hinge":  # Zhao et al. 2023 (SLiC)
@@ -382,7 +382,7 @@ def dpo(
         )
     labels_BT = micro_batch["labels"]
     log_probs_B, lengths_B = row_log_probs(logits_BTV, labels_BT), row_lengths(labels_BT)
-    # any number that no loss finds infinite: what was left out has no answer to score
+    # any finite number for left-out rows, which have no answer to score
     safe_B = torch.where(lengths_B > 0, log_probs_B, -torch.ones_like(log_probs_B))
     ratios_B = safe_B
     if _compares(loss_type=loss_type, reference_free=reference_free):

@@ -24,7 +24,7 @@ from stageline.tasks.rewards import references, right_choice
 
 Predictions = Sequence[dict[str, Any]]
 Samples = Sequence[dict[str, Any]]
-# whether a text is right; None: it says nothing
+# True: the text is right; None: it says nothing
 Judge = Callable[[str, dict[str, Any]], bool | None]
 
 
@@ -172,7 +172,7 @@ def text_perplexity(predictions: Predictions, samples: Samples) -> dict[str, Any
     _needs(predictions, "num_windows", "perplexity")
     each = [bits_per_byte(item["logprob"], item["num_bytes"]) for item in predictions]
     figures = {**_graded(predictions, samples, each), **text_figures(predictions)}
-    figures["unparsed"] = [0] * len(each)  # texts were read, not answers
+    figures["unparsed"] = [0] * len(each)  # texts were scored, not answers
     return {**figures, "lower_is_better": True}
 
 

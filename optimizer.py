@@ -84,7 +84,7 @@ def adamw_8bit(
         paged: moments may move to host memory where the GPU's is full.
     """
     try:
-        import bitsandbytes  # slow to import, and not everybody has it
+        import bitsandbytes  # slow to import, and an optional package
     except ImportError as error:
         raise UserError(
             f"--optimizer adamw_8bit needs the package bitsandbytes, which cannot be imported "

@@ -72,12 +72,12 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts(Facts):
-    for_generation: bool = True  # False: the whole text is rendered, its end too
+    for_generation: bool = True  # False: the whole text is rendered, with its end
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainModelFacts(Facts):
-    gives_scores: bool = False  # a score for each token in the place of logits
+    gives_scores: bool = False  # a score for each token in place of logits
     model_types: tuple[str, ...] = ()  # accepted model_type values; empty: any
 
 
@@ -94,7 +94,7 @@ class PromptFnFacts(Facts):
 @dataclass(frozen=True, kw_only=True)
 class CollateFacts(Facts):
     needs_groups: bool = False  # the samples of a group are compared
-    takes_tokens: bool = False  # samples may be token ids in the place of text
+    takes_tokens: bool = False  # samples may be token ids in place of text
     gives_prompts: bool = False  # rows end where an answer begins
 
 
@@ -111,7 +111,7 @@ class LossFacts(Facts):
     needs_kl: bool | Callable[..., bool] = False
     weighs_by_itself: bool = False  # it need not add up over micro-batches
     reads_by_token: bool = False  # --logits-chunk gives it ChunkedLogits, for policy_loss.py
-    samples_answers: bool = False  # the model answers before each step, rewards say how well
+    samples_answers: bool = False  # the model answers before each step, for rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +224,7 @@ class Register(MutableMapping[str, Any]):
 
     def __delitem__(self, key: str) -> None:
         self._refuse_if_frozen(key)
-        del self.data[self.entry(key).key]  # an unknown key gets the long answer
+        del self.data[self.entry(key).key]  # an unknown key gets the error with suggestions
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.data)
@@ -341,7 +341,7 @@ def _caller_home() -> str:
     return f"{file}:{frame.f_lineno}"
 
 
-# docs/add_a_part.md has the same contracts at more length.
+# docs/add_a_part.md explains these contracts.
 model_register = Register(
     "model",
     "generates: (model, processor, images, prompts) -> texts",
@@ -461,7 +461,7 @@ def import_shelf(*names: str) -> None:
         RegisterError: an installed package has taken the name, or the file is missing.
     """
     for name in names or SHELF:
-        found = _module_file(name)  # without importing it: a stranger's module must not run
+        found = _module_file(name)  # without an import: an unknown module must not run
         if found not in (ROOT / f"{name}.py", ROOT / name / "__init__.py"):
             raise RegisterError(
                 f"The module {name!r} was found at {found or 'no place on sys.path'}. It must come "
@@ -515,7 +515,8 @@ def _import_one(spec: str) -> ModuleType:
                 f"the file, for example to my_{name}.py: it is imported under its stem."
             )
         if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))  # last: it may not hide anything; for spawned workers
+            # spawned workers need it; it is last, so that it hides no module
+            sys.path.append(str(path.parent))
         importlib.invalidate_caches()
         load = functools.partial(importlib.import_module, stem)
     else:

@@ -82,7 +82,7 @@ def opened(arguments: Arguments, replicas: EvaluationReplicas) -> Iterator[Opene
                 "num_groups": engine.limits.num_groups or "auto",
             }
             yield Opened(engine, decoding.processor, facts, True, decoding.config)
-    elif run.engine == "vllm":  # reads a plain folder; it answers and scores as an engine does
+    elif run.engine == "vllm":  # reads a plain folder; answers and scores like an engine
         check_vllm()  # before an export
         folder = plain_folder(
             run.model_path,
@@ -247,7 +247,7 @@ def answer_samples(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "predictions.jsonl"
     settings = answer_settings(arguments)
-    # tell whether a folder has other weights than at the last call: training continues there
+    # training may have changed the weights of a folder since the last call
     folders = [Path(one) for one in (run.model_path, *(run.adapter_path or ())) if one]
     weights = [folder_facts(one) for one in folders if one.is_dir()]
     key = fingerprint({**settings, "weights": weights})
@@ -264,10 +264,10 @@ def answer_samples(
     if not missing and replicas.is_main:
         print(f"{file.path} holds all {len(rows)} predictions already")
 
-    # the answers, of each replica its share
+    # each replica answers its share
     several = replicas.count > 1
     share = replicas.share(missing) if several else rows
-    if missing and (share or run.engine == "pipeline"):  # its processes come together
+    if missing and (share or run.engine == "pipeline"):  # all its processes take part
         own = file
         if several and share:
             own = PredictionFile(shard_path(path, replicas.index), settings_key=key)

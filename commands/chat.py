@@ -75,7 +75,7 @@ def main() -> int:
         change=functools.partial(changed, run),
         **answering,
     )
-    release_signals()  # nothing is saved that a stop would have to wait for
+    release_signals()  # nothing is saved, so a stop need not wait
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     is_terminal = sys.stdin.isatty()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from commands import importing, quiet_transformers, start
 from commands.stages import with_family_key
-from commands.train import SHELF  # which registers the engine that a training command names
+from commands.train import SHELF  # the import registers the engines of training commands
 from options.fields import given_options, spelled
 from options.model import check_vision
 from options.train import NOT_CHECKED, for_check

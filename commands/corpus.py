@@ -33,7 +33,7 @@ from stageline.errors import INTERRUPTED, PREEMPTED, DataError, UserError
 from stageline.tables import format_table
 
 NUM_BARS = 64
-# ways to fill rows -> name, and what there is to say
+# ways to fill rows -> name and note
 WAYS = {
     "segments": ("a segment a row", "; less where rows of a micro-batch are padded to its longest"),
     "packed": ("packed (pack)", ""),
@@ -46,10 +46,10 @@ NAMES = {BEGINS: "begins", ENDS: "ends", HAS_BOS: "BOS", HAS_EOS: "EOS"}
 def main() -> int:
     """Do one action; return the exit code."""
     action, _ = split_action(command_words())
-    # the dataset of a run says what it has seen
+    # the dataset of a run determines its rows
     shelf = ("corpus_parts", "dataset") if action == "find-trained" else ("corpus_parts",)
     arguments = start(parse_corpus_args, *shelf)
-    # no rank has to save first: Ctrl-C ends at once, and a build continues later
+    # no rank must save first, so Ctrl-C ends at once; a build continues later
     release_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, stop)

@@ -54,7 +54,7 @@ class AnsweringModel:
     beside: tuple[str, ...] = ()  # adapter folders of which each row of a pass has one or none
     merges: bool = False  # the last adapter is merged too
     key: str | None = None  # train_model component; None: that of the architecture
-    partition: tuple[int, ...] | None = None  # None: what evens out a decoding step
+    partition: tuple[int, ...] | None = None  # None: equal times of a decoding step
     trust_remote_code: bool = False
     attn_implementation: str | None = None
 
@@ -235,5 +235,5 @@ def open_decoding(
             matchers=matchers,
         )
         yield Decoding(engine, model.processor, model.config)
-        # not in a `finally`: after an exception the other ranks hear of it, and end
+        # not in a `finally`: after an exception the other ranks are told, and end
         engine.close()

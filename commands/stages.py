@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from stageline.verify.scaled_copy import VerifyMode
 
 AnyArguments = TypeVar("AnyArguments", bound="Arguments")
-PROVES = "STAGELINE_PROVE_SPLIT"  # stands for auto: never, where many short runs start
-# where a tower is: the whole model on one stage has no such choice
+PROVES = "STAGELINE_PROVE_SPLIT"  # replaces auto, such as with never where many short runs start
+# placement of a tower, which the unsplit model does not have
 _OF_A_CUT = frozenset(option_fields(VisionOptions))
 
 

@@ -57,7 +57,7 @@ def recorded_options(run: RunConfig) -> dict[str, Any]:
     try:
         told = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        return {}  # whether the run can be resumed is found out later
+        return {}  # the resume checks come later
     return told if isinstance(told, dict) else {}
 
 

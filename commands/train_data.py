@@ -179,7 +179,7 @@ def add_tokens(arguments: TrainArguments, processor: Any, path: str) -> NewToken
     )
     tokens = None
     if run.vocab.new_tokens:
-        # tokens that others forgot to make room for have no start, unless --vocab.resize gives one
+        # tokens beyond the embedding have no start value, unless --vocab.resize adds rows
         if num_rows is not None and not run.vocab.resize:
             check_vocabulary(processor, num_rows)
         tokens = add_new_tokens(processor, run.vocab.new_tokens, weights_processor=other)
@@ -407,7 +407,7 @@ def check_rows(arguments: TrainArguments, data: Data, dataset: Any) -> Any:
         "vocab_size": data.vocab_size,
         "overlong": arguments.parts["collate_fn"].kwargs.get("overlong", "error"),
     }
-    if has_tokens(dataset):  # too many to walk; each micro-batch is looked at when it is made
+    if has_tokens(dataset):  # too many rows; micro-batches are checked later
         inner: Any = dataset.dataset if isinstance(dataset, Subset) else dataset
         say(inner.check(**limits))
         return dataset
@@ -451,7 +451,7 @@ def show_samples(arguments: TrainArguments, data: Data, schedule: Schedule) -> N
     run = arguments.run
     if not run.preview or not is_first():
         return
-    nobody: Any = None  # the processes have not met
+    nobody: Any = None  # the processes are not connected yet
     first = DistributedContext(
         rank=0,
         local_rank=0,
@@ -499,7 +499,7 @@ def make_loader(
     is_packed = run.packing and not is_evaluation
     agree = None
     if is_packed and context.num_replicas > 1 and context.mesh is not None:
-        # the other replicas are asked for their numbers
+        # the other replicas send their numbers
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=0)
         agree = LargestOfReplicas(

@@ -324,7 +324,7 @@ class TrainingParts:
         free = {"free", "length"} if is_longer else {"free"}
         # the same passes in the same order, to the bit
         is_alike = {saved.get("engine"), now["engine"]} <= {"pipeline", "torch"}
-        # whole weights need no others; of a base that started at random there are no files
+        # whole weights need no base; a base that started at random has no files
         has_start = point.base is not None and plan.run.model_path and saved.get("model-path")
         check_same_run(
             {**newer_options(plan.run, now), **saved},

@@ -71,7 +71,7 @@ def auto(
     if quantization:
         options["quantization_config"] = quantization_config(quantization, dtype)
     with warnings.catch_warnings():
-        # names of lone parameters (the line end of LLaVA-NeXT) belong into the map all the same
+        # the map must also contain single parameters (the line end of LLaVA-NeXT)
         warnings.filterwarnings("ignore", message="The following device_map keys do not match")
         model = load_whole(
             auto_class_of(source.config),
@@ -85,7 +85,7 @@ def auto(
         )
     if len(source.adapters) == 1 and adapter_weights is None:
         attach_adapter(model, source.adapters[0])
-    else:  # several, or what is weighted, are merged into the weights
+    else:  # several or weighted adapters are merged into the weights
         merge_adapters(model, list(map(Path, source.adapters)), adapter_weights)
     processor = load_processor(source.processor_folder, trust_remote_code=trust_remote_code)
     return model.eval(), processor, device_map

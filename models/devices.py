@@ -148,7 +148,7 @@ def make_device_map(
         except UserError as error:
             if given:
                 raise
-            # how long answers get is a guess
+            # the length of answers is a guess
             warnings.warn(f"memory may not suffice. {error}", stacklevel=2)
     return dict(cutter.device_map())
 

@@ -73,7 +73,7 @@ def engine_answers(
     from stageline.inference.generation import encode_prompts, failed_answer
 
     tokenizer = get_tokenizer(processor)
-    # an engine that has image processors of its own says how it wants a prompt
+    # an engine with its own image processors defines the form of a prompt
     own = getattr(engine, "encode", None)
 
     def request(place: int, prompt: Rendered, row: Any) -> Request:

@@ -243,8 +243,8 @@ def body_key(body: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-# Files of requests for offline batch APIs, and the files of answers that come back: one JSON object
-# a line, {"custom_id", "method", "url", "body"}. The id is a hash of the request, so no answer is
+# Files of requests for offline batch APIs, and returned files of answers, have one JSON object a
+# line, {"custom_id", "method", "url", "body"}. The id is a hash of the request, so no answer is
 # taken for another question's.
 URL = "/v1/chat/completions"
 MAX_REQUESTS = 50_000  # OpenAI accepts no more in one file
@@ -272,7 +272,7 @@ class RequestFiles:
         self._number, self._num_lines = 1, 0
         for number, path in enumerate(self.paths(), 1):
             content = path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]  # a run that was killed tears the last line
+            whole = content[: content.rfind(b"\n") + 1]  # a killed run leaves a torn last line
             if whole != content:
                 path.write_bytes(whole)
             lines = whole.decode("utf-8").splitlines()

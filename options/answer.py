@@ -63,7 +63,7 @@ class DecodeOptions(Options):
     )
 
 
-# keys of an engine where none are given
+# default keys of an engine
 ENGINE_KEYS = {"builder": "auto", "model": "generate"}
 API_KEYS = {"builder": "remote", "model": "remote"}
 

@@ -167,7 +167,7 @@ def check_together(config: Any) -> None:
             shown += " " + ",".join(texts)
         part = "".join(name.split(".")[-2:-1])
         for needed in (text.format(part=part) for text in fields[name].metadata["needs"]):
-            # FOLDER and 2 are examples, nf4 is the value that is meant
+            # FOLDER and 2 are examples, nf4 is a required value
             choices = {one: one.partition(" ")[2][:1].islower() for one in needed.split(" or ")}
             if not any(is_given(one, exactly=exactly) for one, exactly in choices.items()):
                 told = [one if exactly else one.split()[0] for one, exactly in choices.items()]

@@ -180,8 +180,8 @@ class StreamingOptions(Options):
     )
 
 
-# options that have no meaning for stages of one process, or that reach into layers, which get other
-# weights for each pass (docs/streaming.md)
+# options without a meaning in one process, or that change layers, which get new weights for each
+# pass (docs/streaming.md)
 NOT_STREAMED = (
     *("schedule", "stages_per_rank", "dp_degree", "dp_shard", "partition", "plan"),
     *("offload_activations", "logits_chunk", "compile_layers", "quantization"),

@@ -111,7 +111,7 @@ def add_part_options(
             group.add_method_arguments(target.__class__, method, prefix, **adding)
         else:
             group.add_function_arguments(target, prefix, **adding)
-        if not group._group_actions:  # nothing to list: no empty heading in --help
+        if not group._group_actions:  # avoids an empty heading in --help
             parser._action_groups.remove(group)
 
 

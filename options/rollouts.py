@@ -86,7 +86,7 @@ def check_rollouts(run: Any, parts: Any) -> None:
             f"{num_rewards} rewards. Give one for each, in their order."
         )
     names = ["save_steps", "eval_steps"]
-    # the steps of epochs come later, and are rounded up
+    # steps of epochs are computed later, and rounded up
     names += ["total_steps"] if run.num_train_epochs is None else []
     for name in names:
         value = getattr(run, name)
@@ -97,7 +97,7 @@ def check_rollouts(run: Any, parts: Any) -> None:
                 "them."
             )
     stops_on_loss = run.early_stop.patience > 0 and run.early_stop.metric == "loss"
-    # held-out prompts have rewards and no loss; a table has no answers that are drawn later
+    # held-out prompts have rewards, but no loss; precomputed columns lack answers of later steps
     excluded = {
         "--engine streaming": parts["engine"].key == "streaming",
         "--vision-stages": run.vision_stages > 0,

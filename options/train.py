@@ -344,7 +344,7 @@ def settled(run: RunConfig) -> Any:
     return replaced(run, changes)
 
 
-# options that a check of a split leaves out: plain transformers has none of them
+# options that a split check drops, since plain transformers lacks them
 NOT_CHECKED = (
     *("accumulate_steps", "packing", "rows.last", "global_batch_distributed", "num_train_epochs"),
     *("warmup_ratio", "bf16", "fp16", "dtype", "fp32.norms", "fp32.logits", "quantization"),
@@ -362,7 +362,7 @@ def for_check(run: Any, **changes: Any) -> Any:
 
 def check_learning_rate(run: RunConfig) -> None:
     """Refuse a warm-up longer than the run, and a rate above the peak."""
-    if run.num_train_epochs is None and run.warmup_ratio is None:  # else steps come later
+    if run.num_train_epochs is None and run.warmup_ratio is None:  # else steps are computed later
         check_warmup(run)
     for name in ("min_lr", "warmup_start_lr"):
         value = getattr(run, name)

@@ -1,6 +1,6 @@
 # Sourced after _env.sh by recipes for several machines: checks the variables of a machine and sets
-# TORCHRUN, the command that takes the place of "$PYTHON". Every machine gets the same values,
-# but for NODE_RANK.
+# TORCHRUN, the command that replaces "$PYTHON". Every machine gets the same values,
+# except for NODE_RANK.
 #
 # NNODES                  machines of the run
 # NODE_RANK               the number of this one, from 0
@@ -11,14 +11,14 @@
 # GLOO_SOCKET_IFNAME      network interface                       (default: the way to MASTER_ADDR)
 
 stageline_need() {
-    [ -n "${!1:-}" ] || stageline_fail "$1 is not set: $2 was expected, because the machines find" \
-        "each other by it. Start this script once on each machine, as in:" \
+    [ -n "${!1:-}" ] || stageline_fail "$1 is not set. Set it to $2, by which the machines find" \
+        "each other, and start this script once on each machine:" \
         "NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash $0"
 }
 
 stageline_need_number() {
     [[ "${!1}" =~ ^[0-9]+$ ]] && [ "${!1}" -ge "$2" ] && [ "${!1}" -le "$3" ] ||
-        stageline_fail "$1=${!1} does not fit: a whole number from $2 to $3 was expected. $4"
+        stageline_fail "$1=${!1} does not fit: a whole number from $2 to $3 is required. $4"
 }
 
 # Print the address of machine 0, as this machine resolves it.

@@ -94,7 +94,7 @@ def _tried_name(model: PreTrainedModel) -> str | None:
     for name in NAMES:
         try:
             found = _with_cache(copy, rows, name)
-        except Exception:  # an unknown keyword, layers that want another cache
+        except Exception:  # an unknown keyword, or layers that need another cache
             continue
         if all(
             (one - whole).abs().max() <= TOLERANCE * whole.abs().max()

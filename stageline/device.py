@@ -173,14 +173,14 @@ def available_memory() -> int | None:
         limit = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())
         facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        # pages of files are given back when memory is wanted
+        # cached pages of files are freed when memory is needed
         found.append(limit - used + int(facts.get("inactive_file", 0)))
     return min(found, default=None)
 
 
-# settings of torch's allocators; who sets one of them has decided for himself
+# settings of torch's allocators; a user's own setting is kept
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-_ROUND_UP = "pinned_max_round_threshold_mb"  # blocks above it are as long as was asked for
+_ROUND_UP = "pinned_max_round_threshold_mb"  # larger blocks have exactly the requested length
 
 
 def settle_allocators() -> None:

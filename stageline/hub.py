@@ -16,8 +16,8 @@ from typing import Any
 from stageline.errors import UserError
 from stageline.terminal import is_first
 
-PREFIX = "hub:"  # in front of a name: it is none of a folder
-FETCHED = "STAGELINE_HUB_FETCHED"  # tells the processes of a run what the first one has found
+PREFIX = "hub:"  # prefix that marks a hub name, not a folder
+FETCHED = "STAGELINE_HUB_FETCHED"  # passes the results of the first process to the others of a run
 _NAME = re.compile(r"(?:hub:)?(\w[\w.-]*/\w[\w.-]*?)(?:@(\w[\w./-]*))?")
 _FILE = re.compile(r".*\.(jsonl?|ndjson|[ct]sv|txt|parquet|arrow|safetensors|bin|py|ya?ml|idx)")
 _SNAPSHOT = re.compile(r"(.+)/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
@@ -100,7 +100,7 @@ def local_folder(given: str | Path, *, option: str = "`model_path`") -> Path:
             found = _from_modelscope(name, option) if is_modelscope else _from_hub(name)
         except UserError:
             raise
-        except Exception as error:  # a client raises what its transport does
+        except Exception as error:  # a client raises errors of its transport
             at = "ModelScope" if is_modelscope else ""
             raise _refused(name, option, error, at=at) from error
         _note(name, found)
@@ -127,7 +127,7 @@ def pinned_set(given: str, *, option: str = "`dataset_path`") -> str:
         try:
             info = HfApi().dataset_info(name.repo, revision=name.revision, timeout=TIMEOUT)
             found = f"{PREFIX}{name.repo}@{info.sha}"
-        except Exception as error:  # the client raises what its transport does
+        except Exception as error:  # the client raises errors of its transport
             is_refusal = isinstance(error, HFValidationError)
             if isinstance(error, HfHubHTTPError):
                 is_refusal = error.response.status_code < 500

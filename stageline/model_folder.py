@@ -146,7 +146,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> "Pretra
         return AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except Exception as error:  # wrong values raise what they like
+    except Exception as error:  # wrong values can raise any exception type
         lines = str(error).strip().splitlines()
         is_unknown = isinstance(kind, str) and kind not in CONFIG_MAPPING
         raise (UserError if is_unknown else CheckpointError)(
@@ -244,7 +244,7 @@ def called_alike(model: ModelT) -> ModelT:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {name: value for name, value in kwargs.items() if name not in lacked}
         output = forward(self, *args, **given)
-        if type(output) in (tuple, dict) and "labels" not in kwargs:  # a loss would be first
+        if type(output) in (tuple, dict) and "labels" not in kwargs:  # a loss would come first
             output = output[0 if type(output) is tuple else "logits"]
         return CausalLMOutput(logits=output) if isinstance(output, torch.Tensor) else output
 

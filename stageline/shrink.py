@@ -36,7 +36,7 @@ def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedCon
         small = _shrink_part(config, sizes, text if _holds(config, text) else config)
         _except(config.model_type, small, sizes)
         return type(config).from_dict(small)
-    except Exception as error:  # whatever the checks of some hundred classes raise
+    except Exception as error:  # the checks of some hundred classes raise any type
         raise UserError(
             f"{config.model_type} could not be cut down to {num_layers} layers: "
             f"{type(error).__name__}: {' '.join(str(error).split())}. Fields of its configuration "
@@ -65,7 +65,7 @@ INTERVALS = (
     *(("decoder_sparse_step", None), ("moe_layer_interval", None), ("layer_group_size", None)),
     ("n_layers_per_attn_res_block", None),
 )
-LISTED = ("attn_layer_period", "layer_group_size")  # said by the list of kinds, where there is one
+LISTED = ("attn_layer_period", "layer_group_size")  # redundant where there is a list of kinds
 # entry of a layer: the layer whose keys and values it uses
 SOURCES = ("kv_source_layers",)
 # numbers of first layers that are dense, in models without a list of kinds
@@ -169,12 +169,12 @@ def _interval(step: object) -> int:
 
 FieldValues = dict[str, Any]
 NUM_HEADS = 4
-HEAD_DIM = 8  # more where rotary positions on a part of a head, or of three axes, ask for it
+HEAD_DIM = 8  # more where partial or three-axis rotary positions need it
 VOCABULARY = 128
 MAX_POSITIONS = 128
 TOWER_DEPTH = 4
 PATCH, GRID = 4, 4  # pixels of a patch, patches of a row of a picture
-TOWER_INDICES = (  # of blocks
+TOWER_INDICES = (  # fields with indices of blocks
     *("deepstack_visual_indexes", "fullatt_block_indexes", "global_attn_indexes"),
     *("intermediate_layers_indices", "out_indices", "vision_feature_layer"),
 )
@@ -289,7 +289,7 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
         blocks = told.get("intermediate_layers_indices") or ()
         return width * (1 + min(len(blocks), TOWER_DEPTH - 1))
     # experts
-    if named(r"topk_group"):  # groups that are chosen from: fewer than all, where it is so
+    if named(r"topk_group"):  # number of selected groups: fewer than all, if the original has fewer
         total = told.get("n_group") or told.get("num_expert_group") or value
         return min(total, 2) if value >= total else 1
     # layers
@@ -454,8 +454,8 @@ def _shrink_rope(rope: FieldValues, told: FieldValues, sizes: Sizes) -> FieldVal
 
 # -- what no rule can know about a family, with the reason -----------------------------------------
 
-# rotary positions of three axes: the shares that the model's code takes where the configuration
-# tells none, in numbers of the head of the real model
+# three-axis rotary positions: the default shares in the model's code, in numbers of the head of the
+# real model
 SECTIONS: dict[str, list[int]] = {
     **dict.fromkeys(
         ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "paddleocr_vl_text"), [16, 24, 24]

@@ -72,7 +72,7 @@ class Terminal:
         if self.path is None:
             self._kept += lines
             return
-        # a full disk is told by what has to be kept there
+        # a full disk is reported by the files that must be written
         with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
 

@@ -28,7 +28,7 @@ _NUMBER = re.compile(
     re.I,
 )
 _OUT_OF_TEN = re.compile(r"\s*(?:/|out of)\s*10\b", re.I)
-PATTERN_SECONDS = 0.2  # for one answer
+PATTERN_SECONDS = 0.2  # timeout for one answer, in seconds
 
 
 def _name(sample: Sample) -> object:
@@ -209,5 +209,5 @@ def judged(
     )
     with urllib.request.urlopen(request, timeout=seconds) as reply:
         text = json.load(reply)["choices"][0]["message"]["content"]
-    value = number_in(_OUT_OF_TEN.sub("", str(text)))  # a judge may say "8/10" all the same
+    value = number_in(_OUT_OF_TEN.sub("", str(text)))  # a judge may still write "8/10"
     return None if value is None else min(max(float(value), 0.0), 10.0) / 10
