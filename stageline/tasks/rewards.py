@@ -131,9 +131,9 @@ def right_choice(sample: Sample, *, read: Callable[..., int | None] = parse_choi
     place = str(right).removesuffix(".0")  # a table with gaps has floats
     if not place.isdecimal() or int(place) >= len(choices):
         raise DataError(
-            f"sample {_name(sample)}: the answer {answer!r} (place {right!r}) is none of the "
-            f"choices {choices!r}. Correct the row, or give its place, the first "
-            "being 0, as `answer_index`."
+            f"sample {_name(sample)}: the answer {answer!r} (place {right!r}) is not one of "
+            f"the choices {choices!r}. Correct the row, or give its place as `answer_index`, "
+            "counted from 0."
         )
     return int(place)
 
