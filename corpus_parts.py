@@ -53,7 +53,7 @@ def text(
     template: str | None = None,
     separator: str = "\\n",
 ) -> str:
-    r"""A line of text; of JSON and Parquet some fields, joined, or a template that they fill.
+    r"""A line of text, or joined fields of JSON and Parquet, or a template filled with them.
 
     With fields or a template a line of a text file that begins with { is read as JSON.
 
@@ -74,7 +74,7 @@ def text(
 
 
 def _unescaped(text: str) -> str:
-    """Line breaks and tabs as they are typed on a command line."""
+    """Return a text with typed escapes replaced by line breaks and tabs."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 

@@ -330,7 +330,7 @@ class Register(MutableMapping[str, Any]):
 
 
 def _caller_home() -> str:
-    """`file:line` that registers a part: the line that asks for it, if functions there help."""
+    """Return `file:line` that registers a component: the outermost call in its file."""
     frame = sys._getframe(1)
     ours = {__name__, "_collections_abc", "collections.abc"}
     while frame.f_back is not None and frame.f_globals.get("__name__") in ours:

@@ -1,4 +1,4 @@
-"""Answer samples by the options of a run: what evaluate.py and infer.py share."""
+"""Answer samples by the options of a run, for evaluate.py and infer.py."""
 
 import functools
 import json
@@ -147,7 +147,7 @@ def _builder_arguments(arguments: Arguments) -> dict[str, Any]:
 
 
 def _take_own_devices(run: Any, replicas: EvaluationReplicas) -> None:
-    """Leave this process the accelerators of its replica; before any of them is touched."""
+    """Limit this process to the accelerators of its replica, before it uses any."""
     found = accelerators(run.device)
     if replicas.count == 1 or not found:
         return
@@ -192,7 +192,7 @@ def answer_settings(arguments: Arguments) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answered:
-    """Samples that all have their answers: `rows` of a dataset."""
+    """Samples with all their answers: `rows` of a dataset."""
 
     dataset: Any
     rows: range
@@ -303,8 +303,8 @@ def answer_samples(
         )
     if outcome.pending:
         print(
-            f"{len(outcome.pending)} of {len(rows)} samples wait for their answers: hand the "
-            "request files in, and run again with --model.answers_path and what comes back"
+            f"{len(outcome.pending)} of {len(rows)} samples wait for their answers: submit the "
+            "request files, then run again with --model.answers_path FILE"
         )
         return None
     return Answered(dataset, rows, file, settings)

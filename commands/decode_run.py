@@ -60,17 +60,17 @@ class AnsweringModel:
 
     @functools.cached_property
     def base(self) -> Path:
-        """The folder of the weights below all adapters."""
+        """Return the folder of the weights under all adapters."""
         return find_base(self.folder) if (self.folder / ADAPTER_CONFIG).exists() else self.folder
 
     @functools.cached_property
     def config_folder(self) -> Path:
-        """The folder with config.json: that of an adapter, if its run changed the base's."""
+        """Return the folder with config.json: an adapter's, if its run changed the base's."""
         return config_folder(self.folder, self.adapters)
 
     @functools.cached_property
     def config(self) -> PretrainedConfig:
-        """The configuration of the whole model."""
+        """Return the configuration of the unsplit model."""
         return load_config(self.config_folder, trust_remote_code=self.trust_remote_code)
 
     @functools.cached_property
@@ -123,7 +123,7 @@ class AnsweringModel:
 
     @functools.cached_property
     def processor(self) -> Any:
-        """The tokenizer or processor: the last adapter's, if it brought one."""
+        """Return the tokenizer or processor: the last adapter's, if it has one."""
         last = Path(self.adapters[-1]) if self.adapters else self.folder
         folder = processor_folder(last, self.base)
         load = functools.partial(load_processor, trust_remote_code=self.trust_remote_code)

@@ -74,7 +74,7 @@ def mixture_of(run: RunConfig, part: ChosenPart) -> dict[str, Any]:
 
 
 def has_tokens(dataset: Dataset) -> bool:
-    """Tell whether the samples of a dataset are token ids already."""
+    """Return whether the samples of a dataset are token ids already."""
     inner = dataset.dataset if isinstance(dataset, Subset) else dataset
     return bool(getattr(inner, "has_tokens", False))
 
@@ -253,7 +253,7 @@ READ_ANEW = (START, FILES, TEXTS)
 
 
 def read_anew(arguments: TrainArguments, data: Data) -> dict[str, object]:
-    """Identify by content what each process of a run reads by paths that may change."""
+    """Return fingerprints of the weights, files and templates that all processes of a run read."""
     run, answers = arguments.run, bool(arguments.parts["loss_fn"].facts.samples_answers)
     processor = run.processor_path or run.model_path or run.config_folder
     folders = run.config_folder, processor, *(run.adapter_path or ())
@@ -268,7 +268,7 @@ def read_anew(arguments: TrainArguments, data: Data) -> dict[str, object]:
 
 
 def start_weights(run: RunConfig) -> list[str]:
-    """Identify the weights that a run begins with: of an adapter, those of its base too."""
+    """Return fingerprints of the start weights, including the base of an adapter."""
     paths = [Path(path) for path in (run.model_path, *(run.adapter_path or ())) if path]
     return [weights_fingerprint(path) for path in dict.fromkeys([*paths, *map(base_of, paths[:1])])]
 
@@ -368,7 +368,7 @@ def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
 
 
 def asks_for(part: ChosenPart, answer: bool | Callable[..., bool]) -> bool:
-    """Tell whether a fact holds: yes or no, or a function of the component's options."""
+    """Return whether a fact holds, which is a bool or a function of the component's options."""
     return bool(answer(**part.kwargs) if callable(answer) else answer)
 
 

@@ -505,7 +505,7 @@ class TrainingParts:
         )
 
     def reference_key(self, dataset: Any) -> str:
-        """Identify what the reference log-probabilities of a dataset depend on."""
+        """Return a hash of all that the reference log-probabilities of a dataset depend on."""
         run = self.plan.run
         told = {
             name: value
@@ -550,7 +550,7 @@ def check_same_commits(configs: Sequence[Mapping[str, object]]) -> None:
 
 
 def rates_stay(arguments: TrainArguments, saved: Mapping[str, Any], step: int) -> tuple[bool, str]:
-    """Tell whether the `step` steps done had the learning rates of this run, and why not.
+    """Return whether `step` past steps had the learning rates of this run, and why not.
 
     Then a run of another length is, to the bit, the one that had this length from the start.
     """

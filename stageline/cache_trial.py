@@ -85,9 +85,10 @@ def _tried_name(model: PreTrainedModel) -> str | None:
         wholes = [_last(copy, input_ids=row[None], use_cache=False) for row in rows]
     except Exception as error:  # some hundred classes can fail in any way
         print(
-            f"whether {type(model).__name__} answers on a cache could not be tried on a cut-down "
-            f"copy ({type(error).__name__}: {' '.join(str(error).split())[:200]}): each token of "
-            "an answer reads its whole row",
+            f"whether {type(model).__name__} decodes with a cache could not be tried on a "
+            "scaled-down copy "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): each token of an "
+            "answer reads its whole row",
             file=sys.stderr,
         )
         return None
