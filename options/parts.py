@@ -198,6 +198,11 @@ def list_parts() -> str:
     return "\n".join(lines)
 
 
+def _choices(hint: re.Match[str]) -> str:
+    """Return the members of a Literal or Union as `a | b`; they may be wrapped over lines."""
+    return re.sub(r",(\s)", r" |\1", hint[1].replace("'", ""))
+
+
 def help_text(
     parser: ArgumentParser,
     keys: Mapping[str, str | None],
@@ -236,6 +241,9 @@ def help_text(
         "",
     ]
     text = re.sub(r", --\S+\+ \S+", "", parser.format_help())  # appending is not our way
+    text = re.sub(r"Optional\[(\w+\[[^][]*\])\]", r"\1 | null", text)
+    text = re.sub(r"Literal\[([^\]]*)\]", _choices, text)
+    text = re.sub(r"Union\[((?:[^][]|\[[^][]*\])*)\]", _choices, text)
     for name in keys:
         text = text.replace(f"--{name}.", ALL_REGISTERS[name].option + ".")
     return "\n".join(lines) + text
