@@ -29,9 +29,7 @@ class DecodeOptions(Options):
     """Pipelined decoding (--engine pipeline)"""
 
     num_stages: int | None = side_option(
-        None,
-        "number of stages, one process and device each; default: all GPUs, 1 on the CPU",
-        at_least=1,
+        None, "stages, one process and device each; default: all GPUs, 1 on the CPU", at_least=1
     )
     partition: list[int] | None = side_option(
         None, "layers of each stage, such as 12,10; default: equal times of a decoding step"
@@ -43,7 +41,7 @@ class DecodeOptions(Options):
     max_running: int = side_option(64, "sequences decoded at a time", at_least=1)
     num_groups: int | None = side_option(
         None,
-        "groups of these sequences; default: one per stage, fewer below 8 sequences per group",
+        "groups of sequences; default: one per stage, fewer below 8 sequences a group",
         at_least=1,
     )
     prefill_tokens: int | None = side_option(
@@ -178,9 +176,7 @@ class AnswerOptions(Options):
     max_new_tokens: int = _longest_answer(64, to="model")
     temperature: float = _temperature(to="model")
     num_devices: int | None = _num_devices()
-    limit: int | None = side_option(
-        None, "number of first samples to answer; default: all", at_least=1
-    )
+    limit: int | None = side_option(None, "number of first samples; default: all", at_least=1)
 
 
 class EvaluateConfig(PlacementOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions):
@@ -235,13 +231,9 @@ class ChatSettings(Options):
     top_p: float = option(
         1.0, "probability mass of the tokens that are sampled from (1 = all)", at_least=0, at_most=1
     )
-    top_k: int = option(
-        50, "number of likeliest tokens that are sampled from (0 = all)", at_least=0
-    )
+    top_k: int = option(50, "number of likeliest tokens to sample from (0 = all)", at_least=0)
     repetition_penalty: float = option(
-        1.0,
-        "repetition penalty (1 = off; above 1, earlier tokens become less likely)",
-        at_least=0.01,
+        1.0, "penalty of earlier tokens (1 = off, above 1 = less likely)", at_least=0.01
     )
     seed: int = option(0, "sampling seed", at_least=0, at_most=10**12)
 
@@ -266,9 +258,7 @@ class HarnessSettings(Options):
     """Settings of lm_eval itself"""
 
     include_path: str | None = option(
-        None,
-        "folder of your own tasks (YAML), which take precedence over those of lm_eval",
-        is_path=True,
+        None, "folder of your own tasks (YAML), which precede those of lm_eval", is_path=True
     )
     apply_chat_template: bool = option(False, "apply the model's chat template")
     system_instruction: str | None = option(None, "system message")

@@ -98,7 +98,7 @@ class RemoveConfig(Options):
     )
     remove_idx_path: str | None = option(
         None,
-        "segment numbers: file of find-trained (.npy), or text, one per line",
+        "numbers from find-trained (.npy), or text, one per line",
         is_path=True,
         is_needed=True,
     )

@@ -12,7 +12,7 @@ class RowSettings(Options):
 
     order: Literal["sorted", "given"] = option(
         "sorted",
-        "order of rows: sorted = similar lengths share a micro-batch, given = as drawn",
+        "order: sorted = like lengths share a micro-batch, given = as drawn",
         resume="steps",
     )
     last: Literal["drop", "pad"] = option(
@@ -30,19 +30,13 @@ class BatchOptions(Options):
     micro_batch_size: int = option(
         2, "samples per micro-batch (an average when length-sorted)", at_least=1, resume="steps"
     )
-    accumulate_steps: int = free_option(
-        1, "batches per optimizer step (gradient accumulation)", at_least=1
-    )
+    accumulate_steps: int = free_option(1, "batches per optimizer step", at_least=1)
     max_token_num: int = option(512, "max length of a sample, in tokens", at_least=1)
-    packing: bool = option(
-        False, "pack several samples, kept separate, into rows of --max-token-num tokens"
-    )
+    packing: bool = option(False, "pack separate samples into rows of --max-token-num tokens")
     rows: RowSettings = mapping(RowSettings)
     skip_bad_rows: int = option(0, f"{BAD_ROWS}; all are read before the first step", at_least=0)
     preview: int = free_option(
-        0,
-        "training samples to print first, with the tokens in the loss colored (0 = none)",
-        at_least=0,
+        0, "training samples to print first, tokens in the loss colored (0 = none)", at_least=0
     )
 
 
@@ -61,9 +55,7 @@ class ImageSettings(Options):
     """Images"""
 
     min_tiles: int | None = option(
-        None,
-        "fewest tiles of an image (InternVL, LLaVA-Next); default: the processor's",
-        at_least=1,
+        None, "least tiles of an image (InternVL, LLaVA-Next); default: the processor's", at_least=1
     )
     max_tiles: int | None = option(
         None,
@@ -71,19 +63,11 @@ class ImageSettings(Options):
         "default: the processor's",
         at_least=1,
     )
-    min_pixels: int | None = option(
-        None, "fewest pixels of an image; smaller ones are enlarged (Qwen-VL)", at_least=1
-    )
-    max_pixels: int | None = option(
-        None, "most pixels of an image; larger ones are scaled down (Qwen-VL)", at_least=1
-    )
+    min_pixels: int | None = option(None, "least pixels of an enlarged image (Qwen-VL)", at_least=1)
+    max_pixels: int | None = option(None, "most pixels of a scaled image (Qwen-VL)", at_least=1)
     # Pillow treats more than at_most as an attack
     pixel_limit: int = free_option(
-        50_000_000,
-        "most pixels of an image file; more is an error",
-        at_least=1,
-        at_most=178_000_000,
-        shapes_answers=False,
+        50_000_000, "most pixels of an image", at_least=1, at_most=178_000_000, shapes_answers=False
     )
     max_count: int | None = free_option(
         None, "most images of a sample; default: no limit", at_least=1, shapes_answers=False
@@ -121,8 +105,7 @@ class CorpusRunOptions(Options):
 
     global_batch_distributed: list[int] | None = option(
         None,
-        "rows of each type in a global batch, such as 64,64; default: in proportion to the types' "
-        "sizes",
+        "rows of each type in a global batch, such as 64,64; default: in proportion to the sizes",
         excludes=("--mixture-weights",),
         to="dataset?",
     )

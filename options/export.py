@@ -9,11 +9,7 @@ class ExportConfig(Options):
     """Export"""
 
     model_path: str | None = option(
-        None,
-        "checkpoint or model: a folder or hub name",
-        is_path=True,
-        takes_name=True,
-        is_needed=True,
+        None, "checkpoint, model or hub name", is_path=True, takes_name=True, is_needed=True
     )
     output_path: str | None = option(None, "folder to create", is_output=True, is_needed=True)
     merge: bool = option(False, "merge the adapter into its base, not export it in peft's format")

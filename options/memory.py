@@ -41,9 +41,7 @@ class MemoryOptions(Options):
     """Memory and attention"""
 
     gradient_checkpointing: bool = free_option(
-        False,
-        "activation checkpointing: recompute activations in the backward pass",
-        to="train_model",
+        False, "recompute activations in the backward pass", to="train_model"
     )
     recompute: RecomputeSettings = mapping(RecomputeSettings)
     offload_activations: bool = free_option(

@@ -23,19 +23,15 @@ class LoRASettings(Options):
     """LoRA of all parts"""
 
     rank: int = _lora_option(8, "LoRA rank", at_least=1)
-    alpha: float = _lora_option(
-        16.0, "LoRA alpha: the output is scaled by alpha / rank", at_least=0
-    )
+    alpha: float = _lora_option(16.0, "LoRA alpha (scale alpha / rank)", at_least=0)
     dropout: float = _lora_option(0.0, "dropout on the input of an adapter", at_least=0, at_most=1)
     target: list[str] | None = _lora_option(
         None, "linear layers with LoRA by last name, such as q_proj,v_proj; default: all"
     )
     exclude: list[str] | None = _kind_option(
-        None, "linear layers without LoRA, by last name", argument="lora_{name}"
+        None, "layers without LoRA, by last name", argument="lora_{name}"
     )
-    init: str = _kind_option(
-        "default", f"initialization of an adapter: {STARTS}", argument="lora_{name}"
-    )
+    init: str = _kind_option("default", f"start of an adapter: {STARTS}", argument="lora_{name}")
     use_rslora: bool = _kind_option(False, "scale by alpha / sqrt(rank) (rsLoRA)")
     use_dora: bool = _kind_option(False, "also train a magnitude per output (DoRA)")
     modules_to_save: list[str] | None = option(
@@ -240,14 +236,10 @@ class TrainedOptions(Options):
     double_quantization: bool = option(
         False, "quantize the scales of nf4, too, to 8 bits", needs=("--quantization nf4",)
     )
-    vit_lora_num: int = option(
-        0, "number of LoRA adapters of the vision tower (0 = none)", at_least=0, to="train_model"
-    )
-    mlp_lora_num: int = option(
-        0, "number of LoRA adapters of the projector (0 = none)", at_least=0, to="train_model"
-    )
+    vit_lora_num: int = option(0, "LoRA adapters of the vision tower", at_least=0, to="train_model")
+    mlp_lora_num: int = option(0, "LoRA adapters of the projector", at_least=0, to="train_model")
     llm_lora_num: int = option(
-        0, "number of LoRA adapters of the language model (0 = none)", at_least=0, to="train_model"
+        0, "LoRA adapters of the language model", at_least=0, to="train_model"
     )
     parts: PartsTraining = mapping(PartsTraining)
     lora: LoRASettings = mapping(LoRASettings)
@@ -323,9 +315,7 @@ class VisionOptions(Options):
         to="train_model?",
     )
     vision_partition: list[int] | None = free_option(
-        None,
-        "tower blocks of each of these stages, such as 12,12; default: equal numbers",
-        to="train_model?",
+        None, "tower blocks of these stages, 12,12; default: equal numbers", to="train_model?"
     )
 
 

@@ -20,24 +20,17 @@ class RolloutOptions(Options):
         "the mean, batch = mean of the group and deviation of the batch, rloo = mean of the others",
     )
     group_size: int = option(8, "answers per prompt (--batch-size counts answers)", at_least=2)
-    inner_steps: int = option(
-        1, "optimizer steps on the same answers (num_iterations in TRL)", at_least=1
-    )
+    inner_steps: int = option(1, "optimizer steps on the same answers", at_least=1)
     kl_beta: float = option(
         0.0, "weight of the KL divergence from the start model (0 = off)", at_least=0, to="loss_fn"
     )
     sampling_temperature: float = option(
-        1.0,
-        "sampling temperature, also in the log-probabilities of the loss",
-        at_least=0.01,
-        to="loss_fn",
+        1.0, "sampling temperature, also of the loss", at_least=0.01, to="loss_fn"
     )
     max_completion_length: int = option(
         512, "max length of an answer, in tokens", at_least=1, to="loss_fn collate_fn"
     )
-    stop_strings: list[str] | None = option(
-        None, "strings that end an answer, in addition to end tokens"
-    )
+    stop_strings: list[str] | None = option(None, "strings that end an answer")
     mask_truncated_completions: bool = option(False, "leave truncated answers out of the loss")
     drop_equal_groups: bool = option(
         False, "leave groups with equal rewards out of the mean of the loss"
@@ -45,12 +38,7 @@ class RolloutOptions(Options):
     prompts_together: int = option(
         8, "prompts that are answered together (changes rounding)", at_least=1
     )
-    ahead: int = option(
-        0,
-        "steps that answers are sampled ahead, with older weights (0 or 1)",
-        at_least=0,
-        at_most=1,
-    )
+    ahead: int = option(0, "steps that answers are sampled ahead (0 or 1)", at_least=0, at_most=1)
     keep_samples: int = free_option(
         1, "steps between entries in samples.jsonl (0 = none)", at_least=0
     )

@@ -28,9 +28,7 @@ class HttpSettings(Options):
     keep_alive_timeout: float = option(
         5.0, "timeout of an idle connection, in seconds", at_least=0.01
     )
-    read_timeout: float = option(
-        60.0, "timeout of reading a request body, in seconds", at_least=0.1
-    )
+    read_timeout: float = option(60.0, "timeout of a request body, in seconds", at_least=0.1)
     shutdown_seconds: float = option(
         30.0, "timeout of open requests after a signal, in seconds", at_least=0
     )

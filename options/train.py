@@ -33,16 +33,12 @@ _rate = functools.partial(option, at_least=0, to="lr_scheduler", resume="steps")
 class BadStepSettings(Options):
     """Loss spikes and non-finite gradients"""
 
-    max_skipped: int = free_option(
-        20, "skipped steps in a row after which the run ends", at_least=1
-    )
+    max_skipped: int = free_option(20, "skipped steps in a row that end the run", at_least=1)
     spike_sigma: float = option(
         0.0, "loss spike, in standard deviations above the last 64 losses (0 = off)", at_least=0
     )
     spike_action: Literal["warn", "skip"] = option(
-        "warn",
-        "action on a loss spike: warn = log it, skip = skip the step",
-        needs=("--bad-steps.spike_sigma 6",),
+        "warn", "action on a loss spike", needs=("--bad-steps.spike_sigma 6",)
     )
 
 
@@ -89,7 +85,7 @@ class CheckpointOptions(Options):
         excludes=("--eval-samples 0",),
     )
     keep_last: int = free_option(
-        0, "number of newest checkpoints to keep, in addition to the best (0 = all)", at_least=0
+        0, "newest checkpoints to keep, and the best (0 = all)", at_least=0
     )
     sync_save: bool = free_option(
         False, "write checkpoints synchronously, without a copy in host memory"
@@ -165,11 +161,7 @@ class SharedOptions(MachineOptions):
         shapes_answers=False,
     )
     seed: int = option(
-        0,
-        "seed of initialization, row order and dropout",
-        at_least=0,
-        at_most=10**12,
-        to="train_model model",
+        0, "seed of start, order and dropout", at_least=0, at_most=10**12, to="train_model model"
     )
     visual_gpu_ratio: float = free_option(
         0.0,
@@ -178,9 +170,7 @@ class SharedOptions(MachineOptions):
         to="train_model builder",
         shapes_answers=False,
     )
-    num_workers: int = free_option(
-        0, "data loading processes per rank (0 = in the main process)", at_least=0
-    )
+    num_workers: int = free_option(0, "data loading processes per rank", at_least=0)
     check_only: bool = option(False, "check all options and files, then stop", is_saved=False)
 
 
@@ -234,7 +224,7 @@ class PipelineOptions(Options):
         None, "stages per process; default: 1, or 2 if --schedule needs it", at_least=1
     )
     dp_degree: int | None = free_option(
-        None, "number of pipeline replicas; default: by the number of processes", at_least=1
+        None, "pipeline replicas; default: by the processes", at_least=1
     )
     dp_shard: bool = free_option(
         False, "shard weights, gradients and optimizer state over replicas (FSDP2)"
