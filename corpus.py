@@ -1,4 +1,4 @@
-"""Builds a corpus for pre-training, shows, merges, checks and copies it."""
+"""Build a corpus for pre-training; show, merge, check and copy it."""
 
 from commands.corpus import main
 from stageline.distributed.failure import run_entry

@@ -1,4 +1,4 @@
-"""The document parts, a row -> the text of a document, and the splitter parts, where sentences end.
+"""Document components (row -> text of a document) and splitter components (ends of sentences).
 
 A row is a line of a text file, or what a line of JSON or a row of Parquet holds. A splitter gives
 ends in characters, in front of white space; the last one is the text's length.
@@ -33,7 +33,7 @@ def none(text: str) -> numpy.ndarray:
 def _columns_of(
     *, fields: list[str] | None = None, template: str | None = None, **own: Any
 ) -> list[str]:
-    """The fields that are needed of a row; refuses options that go wrong in every row.
+    """Return the required fields of a row; refuse options that fail on every row.
 
     Raises:
         UserError: both came, or a template without a field.
@@ -53,7 +53,7 @@ def text(
     template: str | None = None,
     separator: str = "\\n",
 ) -> str:
-    r"""A line of text; of JSON and Parquet some fields, joined, or a template that they fill.
+    r"""A line of text, or joined fields of JSON and Parquet, or a template filled with them.
 
     With fields or a template a line of a text file that begins with { is read as JSON.
 
@@ -74,13 +74,13 @@ def text(
 
 
 def _unescaped(text: str) -> str:
-    """Line breaks and tabs as they are typed on a command line."""
+    """Return a text with typed escapes replaced by line breaks and tabs."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 @functools.cache
 def _parse(template: str) -> Sequence[tuple[str, bool]]:
-    """Texts and names of fields in turn, with whether it is a name."""
+    """Yield texts and names of fields in turn, with whether each is a name."""
     parts: list[tuple[str, bool]] = []
     template, end = _unescaped(template), 0
     for match in SLOT.finditer(template):
@@ -97,7 +97,7 @@ def _parse(template: str) -> Sequence[tuple[str, bool]]:
 
 
 def _value(row: Mapping[str, Any], name: str) -> str:
-    """The text of a field.
+    """Return the text of a field.
 
     Raises:
         BadDocument: it is missing, or no text.

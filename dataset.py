@@ -1,4 +1,4 @@
-"""The dataset parts, (images | None, sample) per row, and the collate_fn parts.
+"""Dataset components, (images | None, sample) per row, and collate_fn components.
 
 A dataset opens images lazily: pixels are decoded later, and on the first stage only.
 """
@@ -44,14 +44,14 @@ from stageline.errors import DataError, UserError
 from stageline.tasks.digits import Digits
 
 PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair keep the same prompt
-# keys of other registers that suit a part: of text there is no template to choose
+# keys of other registries that suit a component: plain text needs no chat template
 TEXT_KEYS = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "loss_fn": "sft"}
 CHAT_KEYS = {"prompt": "chat", "prompt_fn": "chat", "image_token": "auto"}
 
 dataset_register["digits"] = Digits
 dataset_register["jsonl"] = JsonLines
 dataset_register["groups"] = Groups
-# what is kept of files changes no row
+# cached files change no row
 dataset_register.register("sets", read_sets, without_effect=("cache",))
 
 
@@ -71,16 +71,16 @@ def corpus(
 ) -> CorpusRows:
     """A pre-training corpus that corpus.py wrote; goes with --collate-fn pt.
 
-    --dataset-path is its prefix: where PREFIX.bin and PREFIX.idx lie. What a batch has of each
-    type say --global-batch-distributed, --mixture-weights and --drop-mode.
+    --dataset-path is its prefix: the path of PREFIX.bin and PREFIX.idx without suffix.
+    --global-batch-distributed, --mixture-weights and --drop-mode set each type's rows in a batch.
 
     Args:
-        rows: a segment a row; or rows that are filled with whole segments, none of which sees
-            another, by PREFIX.pack, which is made where it is missing. Held-out rows are segments.
-        row_length: tokens of a packed row; default: as PREFIX.pack has them, else --seq-length.
-        test_size: so many segments of each type, or below 1 a share, are held out at its end.
+        rows: segments = a segment a row; packed = rows filled with whole segments that do not
+            attend to each other, from PREFIX.pack (made if missing). Held-out rows are segments.
+        row_length: tokens of a packed row; default: those of PREFIX.pack, else --seq-length.
+        test_size: segments held out at the end of each type; below 1 a share of them.
         test_path: prefix of a corpus to evaluate on.
-        any_tokenizer: take a corpus of another tokenizer than the run's.
+        any_tokenizer: accept a corpus of another tokenizer than the run's.
     """
     check_split(split)
     is_test = split == "test"
@@ -105,8 +105,8 @@ def corpus(
         )
     if rows == "packed" and test_size is not None:
         raise UserError(
-            "--dataset.test_size came with --dataset.rows packed: packed rows hold segments of the "
-            "whole corpus. Give --dataset.test_path."
+            "--dataset.test_size does not go with --dataset.rows packed, whose rows hold segments "
+            "of the whole corpus. Give --dataset.test_path."
         )
     prefix = test_path if is_test and test_path is not None else dataset_path
     opened = open_corpus(prefix)
@@ -133,8 +133,8 @@ def corpus(
 
 
 def _packed(prefix: str, row_length: int | None) -> Any:
-    """The packed rows of a corpus; one process of a machine makes them where they are missing."""
-    if Path(f"{prefix}.pack").exists():  # perhaps where nobody may write a lock
+    """Return the packed rows of a corpus; one process of a machine makes missing ones."""
+    if Path(f"{prefix}.pack").exists():  # the folder may be read-only, without room for a lock
         rows = PackedRows(prefix)
         return rows if row_length in (None, rows.row_length) else pack_corpus(prefix, row_length)
     with FileLock(f"{prefix}.pack.lock"):
@@ -144,11 +144,11 @@ def _packed(prefix: str, row_length: int | None) -> Any:
 @collate_fn_register("sft", default_keys=CHAT_KEYS)
 @collate_part(encode=encode_sft, pack=collate_packed_sft)
 def sft(samples: Sequence[Item], *, overlong: ChatOverlong = "error", **common: Any) -> MicroBatch:
-    """Supervised fine-tuning: the template's answer is learnt; rows are padded on the right.
+    """Supervised fine-tuning: the template's answer is in the loss; rows are padded on the right.
 
     Args:
-        overlong: what to do with a sample of more than --max-token-num tokens: refuse it, cut
-            the beginning of its prompt's text, let prompt and answer share the room, where both
+        overlong: handling of a sample of more than --max-token-num tokens: refuse it, cut the
+            beginning of its prompt's text, share the tokens between prompt and answer, which both
             lose their ends (docs/data_formats.md), or drop it.
     """
     return collate_sft(samples, overlong=overlong, **common)
@@ -160,7 +160,7 @@ _marked_words = functools.cache(MarkedWords)
 def encode_contrastive(
     images: Images, sample: Sample, *, marked: str | list[str] = "directions", **common: Any
 ) -> EncodedSample:
-    """As `encode_sft`, with the tokens of some words marked."""
+    """Encode a sample like `encode_sft`, with the tokens of some words marked."""
     words = _marked_words(marked if isinstance(marked, str) else tuple(marked))
     encode = functools.partial(encode_for_training, words=words)
     return encode_sft(images, sample, encode=encode, **common)
@@ -175,7 +175,7 @@ def contrastive(
     marked: Literal["directions", "clock", "none"] | list[str] = "directions",
     **common: Any,
 ) -> MicroBatch:
-    """As sft, of whole groups (anchor, positive, negatives), with words of interest marked.
+    """Like sft, in whole groups (anchor, positive, negatives), with words of interest marked.
 
     `loss_marks` [B, T] bool: supervised tokens that cover a character of one of the words.
     `loss_groups` [B] int64: number of the group within the micro-batch; its rows are the anchor,
@@ -191,7 +191,7 @@ def contrastive(
     batch = collate_encoded(encoded, **common)
     marks_BT = torch.zeros_like(batch["labels"], dtype=torch.bool)
     for index, one in enumerate(encoded):
-        found = torch.tensor(one.rows[0].is_marked, dtype=torch.bool)  # empty: it was dropped
+        found = torch.tensor(one.rows[0].is_marked, dtype=torch.bool)  # an empty sample was dropped
         marks_BT[index, : len(found)] = found
     batch["loss_marks"] = marks_BT
     batch["loss_groups"] = torch.tensor(groups, dtype=torch.int64)
@@ -199,7 +199,7 @@ def contrastive(
 
 
 def group_numbers(samples: Sequence[Sample]) -> list[int]:
-    """The number of each sample's group, from 0 on.
+    """Return the number of each sample's group, from 0.
 
     Raises:
         DataError: a group is not whole: names the sample, and what was expected in its place.
@@ -213,7 +213,7 @@ def group_numbers(samples: Sequence[Sample]) -> list[int]:
             "anchor, positive, negatives."
         )
 
-    # a group may come twice: one fills up the last steps of an evaluation
+    # a group may appear twice, to fill up the last steps of an evaluation
     starts = [index for index, sample in enumerate(samples) if sample.get("role") == "anchor"]
     if starts[:1] != [0]:
         raise not_whole(samples[0], "the anchor (sample 1) of a new group")
@@ -248,7 +248,7 @@ def dpo(samples: Sequence[Item], *, overlong: PairOverlong = "error", **common: 
 @collate_fn_register("kto", default_keys=CHAT_KEYS | {"loss_fn": "kto"})
 @collate_part(encode=preference.encode_answer)
 def kto(samples: Sequence[Item], *, overlong: PairOverlong = "error", **common: Any) -> MicroBatch:
-    """Answers that are wanted (`label` true) or not; the last answer of each sample is learnt.
+    """Desirable (`label` true) or undesirable answers; the loss is on the last one of a sample.
 
     Args:
         overlong: as in sft.
@@ -261,10 +261,11 @@ def kto(samples: Sequence[Item], *, overlong: PairOverlong = "error", **common: 
 def rm(samples: Sequence[Item], *, overlong: PairOverlong = "error", **common: Any) -> MicroBatch:
     """Pairs for a reward model: two rows a sample, the chosen answer and then the rejected one.
 
-    A field `margin` says by how much the chosen one is to win. --micro-batch-size counts samples.
+    A field `margin` is subtracted from the score difference in the loss. --micro-batch-size counts
+    samples.
 
     Args:
-        overlong: as in sft, for each of the two; a pair with a dropped row counts for nothing.
+        overlong: as in sft, for each of the two; a pair with a dropped row is left out.
     """
     return preference.collate_rewards(samples, overlong=overlong, **common)
 
@@ -292,12 +293,12 @@ def grpo(
 @collate_fn_register("pt", takes_tokens=True, default_keys=TEXT_KEYS)
 @collate_part(encode=encode_text, pack=collate_packed_text)
 def pt(samples: Sequence[Item], *, overlong: TextOverlong = "error", **common: Any) -> MicroBatch:
-    """Pre-training on plain text: every token of the field `text` is learnt, and EOS behind it.
+    """Pre-training on plain text: every token of the field `text`, and EOS, is in the loss.
 
-    Of --dataset corpus it takes the tokens as they are.
+    It takes the tokens of --dataset corpus as they are.
 
     Args:
-        overlong: what to do with a text of more than --max-token-num tokens: refuse it, keep its
+        overlong: handling of a text of more than --max-token-num tokens: refuse it, keep its
             beginning (without EOS), or drop it.
     """
     return collate_text(samples, overlong=overlong, **common)

@@ -1,4 +1,4 @@
-"""Evaluates a model by generation: predictions, figures and pictures of one dataset."""
+"""Evaluate a model by generation: predictions, figures and pictures of one dataset."""
 
 from commands.evaluate import main
 from stageline.distributed.failure import run_entry

@@ -1,4 +1,4 @@
-"""Makes one plain Hugging Face folder of a checkpoint that a run saved."""
+"""Make one plain Hugging Face folder of a checkpoint that a run saved."""
 
 from commands.export import main
 from stageline.distributed.failure import run_entry

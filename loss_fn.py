@@ -1,4 +1,4 @@
-"""The loss_fn parts: (logits, micro-batch) -> one number, already divided for the whole batch.
+"""Loss components: (logits, micro-batch) -> one number, already divided for the whole batch.
 
 A loss may also return named figures that are logged. The sim_fn parts say how much alike two
 batches of vectors are, for a loss that asks for one. The reward parts say how good answers are,
@@ -81,7 +81,7 @@ def js(a_NV: torch.Tensor, b_NV: torch.Tensor) -> torch.Tensor:
 
 def _kl(p_NV: torch.Tensor, q_NV: torch.Tensor) -> torch.Tensor:
     """Kullback-Leibler divergence in nats; q is not 0 where p is not."""
-    least = torch.finfo(p_NV.dtype).tiny  # log 0 would be no number, also in the gradient
+    least = torch.finfo(p_NV.dtype).tiny  # log 0 would give NaN, also in the gradient
     log_ratio_NV = p_NV.clamp(min=least).log() - q_NV.clamp(min=least).log()
     return (p_NV * log_ratio_NV).sum(dim=-1)
 
@@ -99,34 +99,34 @@ CONTRASTIVE = (
 
 
 def next_marks(micro_batch: MicroBatch) -> torch.Tensor:
-    """Whether the logits of each token predict a marked, supervised one, [B, T]."""
+    """Return whether the logits of each token predict a marked, supervised one, [B, T]."""
     marks_BT = given(micro_batch, "loss_marks", CONTRASTIVE)
     marks_BT = functional.pad(marks_BT, (0, 1), value=False)[:, 1:]
     return marks_BT & (next_labels(micro_batch) != IGNORE)
 
 
 def count_marked(micro_batch: MicroBatch) -> int:
-    """Marked tokens of a micro-batch that are learnt."""
+    """Return the number of marked tokens in the loss of a micro-batch."""
     return int(next_marks(micro_batch).sum())
 
 
 def compared_groups(micro_batch: MicroBatch) -> torch.Tensor:
-    """Which groups are compared, [G]; not those that fill up or have a dropped sample."""
+    """Return whether each group is compared, [G]: not padding, not one with a dropped sample."""
     has_target_B = (next_labels(micro_batch) != IGNORE).any(dim=1)
     groups_B = given(micro_batch, "loss_groups", CONTRASTIVE)
     return has_target_B.view(int(groups_B[-1]) + 1, -1).all(dim=1)
 
 
 def count_groups(micro_batch: MicroBatch) -> int:
-    """Groups of a micro-batch that are compared: each sample has something to learn."""
+    """Return the number of compared groups of a micro-batch: each sample has a target."""
     return int(compared_groups(micro_batch).sum())
 
 
 def representations(logits_BTV: torch.Tensor, on_host: MicroBatch) -> torch.Tensor:
-    """What each sample says, [B, V] in float32.
+    """Return the mean predicted distribution of each sample, [B, V] in float32.
 
-    The mean, over its marked tokens, of the distribution that predicts the token. A sample without
-    a marked one takes all its supervised tokens; one without those is 0.
+    It is the mean over the marked tokens of a sample, or over all its supervised tokens where none
+    is marked. A sample without supervised tokens gets 0.
     """
     marks_BT = next_marks(on_host)
     is_target_BT = next_labels(on_host) != IGNORE
@@ -148,7 +148,7 @@ def group_losses(
     sim_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of each compared group, and whether its positive is nearest, both [G].
+    """Return the cross-entropy of each compared group and whether its positive is nearest, [G].
 
     Softmax of the similarities of the anchor to all others, by the temperature; the positive is
     the right answer.
@@ -178,7 +178,7 @@ def group_losses(
 
 
 def warm_up(step: int, *, start_step: int, warmup_steps: int) -> float:
-    """0 up to `start_step`, then a straight line that reaches 1 `warmup_steps` later."""
+    """Return 0 up to `start_step`, then a linear ramp to 1 `warmup_steps` later."""
     if step < start_step:
         return 0.0
     return 1.0 if warmup_steps == 0 else min(1.0, (step - start_step) / warmup_steps)
@@ -200,19 +200,19 @@ def contrastive(
     warmup_steps: int = 0,
     start_step: int = 0,
 ) -> tuple[torch.Tensor, Figures]:
-    """Next-token over all and over marked tokens, and positive against negatives of each group.
+    """Next-token loss, more weight on marked tokens, and a contrastive loss over each group.
 
-    A sample stands for the mean, over its marked tokens, of the distributions that predict them;
-    over all its supervised tokens where none is marked. The similarities of the anchor to the
-    others go, divided by the temperature, through a softmax whose right answer is the positive.
-    Each term is divided by its number in the whole batch.
+    A sample is represented by the mean predicted distribution over its marked tokens, or over all
+    its supervised tokens where none is marked. The contrastive loss is the cross-entropy of the
+    anchor's similarities to the others, divided by the temperature; the positive is the target.
+    Each term is divided by its count in the whole batch.
 
     Args:
-        marked_weight: of the next-token loss over marked tokens, beside 1 over all.
-        contrastive_weight: of the comparison, once it is warm.
-        temperature: lower ones look at the most similar sample alone.
-        warmup_steps: optimizer steps in which contrastive_weight rises from 0, in a straight line.
-        start_step: optimizer step from which it rises; nothing is compared before.
+        marked_weight: weight of the next-token loss over marked tokens, added to 1 over all.
+        contrastive_weight: weight of the contrastive loss after its warm-up.
+        temperature: temperature of the similarities; low = only the most similar sample counts.
+        warmup_steps: optimizer steps in which contrastive_weight rises linearly from 0.
+        start_step: optimizer step at which the contrastive loss begins.
     """
     if temperature <= 0 or min(marked_weight, contrastive_weight, warmup_steps, start_step) < 0:
         raise UserError(
@@ -240,9 +240,9 @@ def contrastive(
     return (loss + weight * compared if weight > 0 else loss), figures
 
 
-# Losses over preferences, from log-probabilities of whole answers: of pairs (DPO and its kin), and
-# of single answers that are wanted or not (KTO). Rows of a pair lie next to each other, [c0, r0,
-# c1, r1, ...]. A row without a target was left out, and weighs nothing.
+# Preference losses take log-probabilities of whole answers: of pairs (DPO and its variants) or of
+# single desirable and undesirable answers (KTO). Rows of a pair are next to each other, [c0, r0,
+# c1, r1, ...]. A row without a target was left out, and has no weight.
 
 PairLoss = Literal[
     "sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sppo_hard", "nca_pair", "simpo",
@@ -252,11 +252,11 @@ WITHOUT_REFERENCE = ("simpo", "orpo")
 
 
 def count_pairs(micro_batch: MicroBatch) -> int:
-    """Pairs with something to learn.
+    """Return the number of pairs with targets.
 
     Raises:
         UserError: the collate part makes no pairs.
-        DataError: the rows of a pair do not lie next to each other, or only one has targets.
+        DataError: the rows of a pair are not next to each other, or only one has targets.
     """
     if PAIRS not in micro_batch or IS_CHOSEN not in micro_batch:
         raise UserError(
@@ -285,7 +285,7 @@ def count_pairs(micro_batch: MicroBatch) -> int:
 
 
 def count_chosen(micro_batch: MicroBatch) -> int:
-    """Supervised tokens of the chosen answers."""
+    """Return the number of supervised tokens of the chosen answers."""
     return int(row_lengths(micro_batch["labels"])[::2].sum())
 
 
@@ -299,20 +299,20 @@ def _pair_losses(
     share: float,
     margin: float,
 ) -> torch.Tensor:
-    """The loss of each pair, [P].
+    """Return the loss of each pair, [P].
 
     Args:
         ratios_B: log-probabilities under the model, less those under the reference.
         ratio_means_B: the same by token.
-        means_B: log-probabilities by token, under the model alone.
-        share: of the pairs that is taken to be the wrong way round.
+        means_B: log-probabilities by token, only under the model.
+        share: share of the pairs assumed to be mislabeled.
     """
     log_sigmoid = functional.logsigmoid
     chosen, rejected = beta * ratios_B[::2], beta * ratios_B[1::2]
     scores = beta * (ratios_B[::2] - ratios_B[1::2])
     if kind == "sigmoid":  # Rafailov et al. 2023; smoothed as in Mitchell's conservative DPO
         return -(1 - share) * log_sigmoid(scores) - share * log_sigmoid(-scores)
-    if kind == "robust":  # Chowdhury et al. 2024: unbiased where that share is the wrong way round
+    if kind == "robust":  # Chowdhury et al. 2024: unbiased for that share of mislabeled pairs
         flipped = share * log_sigmoid(-scores) - (1 - share) * log_sigmoid(scores)
         return flipped / (1 - 2 * share)
     if kind == "hinge":  # Zhao et al. 2023 (SLiC)
@@ -363,17 +363,16 @@ def dpo(
 ) -> tuple[torch.Tensor, Figures]:
     """Direct preference optimization: chosen answers against rejected ones (--collate-fn dpo).
 
-    The mean over all pairs of the step. Rewards are beta times the log-ratio of model and
+    It is the mean over all pairs of the step. Rewards are beta times the log-ratio of model and
     reference.
 
     Args:
-        beta: how dear it is to leave the reference; of ipo, simpo and orpo their own weight.
-        loss_type: sigmoid is the one of the paper.
-        label_smoothing: share of the pairs that is taken to be the wrong way round (sigmoid,
-            robust, simpo).
-        margin: by which simpo wants the chosen answer ahead.
-        sft_weight: of the next-token loss over the chosen answers, added to the rest.
-        reference_free: compare with nothing, as simpo and orpo always do.
+        beta: strength of the pull to the reference; ipo, simpo and orpo have their own meaning.
+        loss_type: loss of a pair; sigmoid = that of the DPO paper.
+        label_smoothing: share of the pairs assumed to be mislabeled (sigmoid, robust, simpo).
+        margin: target reward margin of simpo.
+        sft_weight: weight of the next-token loss over the chosen answers.
+        reference_free: use no reference model, as simpo and orpo always do.
     """
     if beta <= 0 or not 0 <= label_smoothing < 0.5 or min(sft_weight, margin) < 0:
         raise UserError(
@@ -383,7 +382,7 @@ def dpo(
         )
     labels_BT = micro_batch["labels"]
     log_probs_B, lengths_B = row_log_probs(logits_BTV, labels_BT), row_lengths(labels_BT)
-    # any number that no loss finds infinite: what was left out has no answer to score
+    # any finite number for left-out rows, which have no answer to score
     safe_B = torch.where(lengths_B > 0, log_probs_B, -torch.ones_like(log_probs_B))
     ratios_B = safe_B
     if _compares(loss_type=loss_type, reference_free=reference_free):
@@ -428,7 +427,7 @@ def _is_there(micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def count_answers(micro_batch: MicroBatch) -> int:
-    """Rows with something to learn.
+    """Return the number of rows with targets.
 
     Raises:
         UserError: the collate part does not say which are wanted.
@@ -437,12 +436,12 @@ def count_answers(micro_batch: MicroBatch) -> int:
 
 
 def count_wanted(micro_batch: MicroBatch) -> int:
-    """Of those the wanted ones."""
+    """Return the number of desirable answers."""
     return int((_is_there(micro_batch) & micro_batch[IS_WANTED]).sum())
 
 
 def count_unwanted(micro_batch: MicroBatch) -> int:
-    """Of those the unwanted ones."""
+    """Return the number of undesirable answers."""
     return int((_is_there(micro_batch) & ~micro_batch[IS_WANTED]).sum())
 
 
@@ -473,16 +472,16 @@ def kto(
     undesirable_weight: float = 1.0,
     use_kl: bool = True,
 ) -> tuple[torch.Tensor, Figures]:
-    """Kahneman-Tversky optimization: single answers that are wanted or not (--collate-fn kto).
+    """Kahneman-Tversky optimization: desirable and undesirable answers (--collate-fn kto).
 
-    The mean over all answers of the step; the baseline is a mean over the whole step, too.
+    It is the mean over all answers of the step; the baseline is a mean over the whole step, too.
 
     Args:
-        beta: how dear it is to leave the reference.
-        desirable_weight: of wanted answers; with fewer of them, more balances the two.
-        undesirable_weight: of the others.
-        use_kl: compare with how far the model is from the reference in general; without, that is
-            taken as 0 (apo_zero_unpaired of trl), and a step has one pass less.
+        beta: strength of the pull to the reference.
+        desirable_weight: weight of desirable answers; raise it where they are fewer.
+        undesirable_weight: weight of undesirable answers.
+        use_kl: subtract the KL divergence from the reference as baseline; off = baseline 0
+            (trl's apo_zero_unpaired), with one pass less a step.
     """
     if beta <= 0 or min(desirable_weight, undesirable_weight) < 0:
         raise UserError(
@@ -502,7 +501,7 @@ def kto(
     losses_B = torch.where(is_there_B, weights_B * losses_B, 0)
     rewards_B = torch.where(is_there_B, rewards_B.detach(), 0)
     answers = num_answers.clamp(min=1)
-    # of a step with answers of one kind alone the mean over the other is no number, not 0
+    # with answers of only one kind in a step, the mean over the other kind is NaN, not 0
     chosen = (rewards_B * is_wanted_B).sum() / num_wanted
     rejected = (rewards_B * ~is_wanted_B).sum() / num_unwanted
     figures = {
@@ -521,14 +520,14 @@ def _has_labels(micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def count_reward_pairs(micro_batch: MicroBatch) -> int:
-    """Pairs of a micro-batch that count."""
+    """Return the number of pairs of a micro-batch in the loss."""
     return int(_has_labels(micro_batch).sum())
 
 
 def pair_rewards(
     scores_BT1: torch.Tensor, micro_batch: MicroBatch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards [P] of chosen and rejected answers in float32, and 1.0 for each pair that counts.
+    """Return float32 rewards [P] of chosen and rejected answers, and 1.0 for each pair in the loss.
 
     A row has one label, where its reward is read. Pairs that only fill a batch up, or were dropped,
     have no labels; their rewards are 0.
@@ -614,24 +613,24 @@ def grpo(
     ] = "auto",
     importance_cap: float = 3.0,
 ) -> tuple[torch.Tensor, Figures]:
-    """Group relative policy optimization: the model answers, rewards judge (--collate-fn grpo).
+    """Group relative policy optimization: rewards score the model's answers (--collate-fn grpo).
 
     Names, formulas and defaults are those of trl's GRPOTrainer.
 
     Args:
-        loss_type: how terms are divided: dapo by all tokens of the step, grpo by the tokens of
-            each answer, dr_grpo by --rollouts.max_completion_length; bnpo is dapo, for a step is
-            one batch; gspo is grpo with a ratio for each answer; cispo weighs log-probabilities.
-        importance_sampling_level: what has a ratio of its own; gspo is sequence.
-        epsilon: how far a ratio may go below 1 (and above) and still be followed.
-        epsilon_high: how far above 1, default epsilon; of cispo the largest ratio itself (5 is
-            usual).
-        delta: the largest ratio of a bad answer; default: none.
-        entropy_coef: of the mean entropy of the tokens, which is taken from the loss.
-        importance_correction: of answers that were drawn with other roundings than are trained:
-            the ratio is cut at the cap (truncate) or is 0 above it (mask), of each token or of a
-            whole answer; auto: sequence_mask in half types, none in float32.
-        importance_cap: the largest such ratio.
+        loss_type: divisor of the terms: dapo = all tokens of the step, grpo = tokens of each
+            answer, dr_grpo = --rollouts.max_completion_length, bnpo = as dapo, since a step is one
+            batch, gspo = grpo with a ratio of each answer, cispo = weighted log-probabilities.
+        importance_sampling_level: unit with a ratio of its own; gspo always takes sequence.
+        epsilon: clip range of a ratio below 1, and above 1 without epsilon_high.
+        epsilon_high: clip range of a ratio above 1; default: epsilon. For cispo the largest ratio
+            itself (usually 5).
+        delta: largest ratio of an answer with a negative advantage; default: none.
+        entropy_coef: weight of the mean token entropy, which is subtracted from the loss.
+        importance_correction: correction for other rounding in sampling than in training:
+            truncate = the ratio is cut at the cap, mask = it is 0 above the cap, per token or per
+            sequence; auto = sequence_mask in half types, none in float32.
+        importance_cap: largest ratio of that correction.
     """
     options = policy_loss.PolicyOptions(
         loss_type=loss_type,
@@ -654,7 +653,7 @@ def grpo(
 
 @reward_register("exact_answer", takes_lots=True)
 def exact_answer(prompts: Texts, completions: Texts, samples: Samples) -> Rewards:
-    """1 for the right answer and nothing else; an <answer> tag and thoughts are looked through."""
+    """1 for exactly the right answer, read from an <answer> tag or after the thoughts."""
     return [float(rewards.is_answer(*one)) for one in zip(completions, samples, strict=True)]
 
 
@@ -681,8 +680,8 @@ def number(
     """1 where the last number of the text is that of the answer; 0 without a number.
 
     Args:
-        tolerance: how far it may be away.
-        is_relative: the tolerance is a share of the right number.
+        tolerance: largest difference from the right number.
+        is_relative: take the tolerance as a share of the right number.
     """
     near = functools.partial(rewards.is_near, tolerance=tolerance, is_relative=is_relative)
     return [float(bool(near(*one))) for one in zip(completions, samples, strict=True)]
@@ -706,9 +705,9 @@ def format_(
     """1 for texts of the wanted form: tags in their order, or a regular expression.
 
     Args:
-        tags: each once, in this order, nothing around them.
-        pattern: that the whole text has to be, in the place of tags; one that takes too long says
-            nothing of an answer.
+        tags: names of tags, each once, in this order, without text around them.
+        pattern: regular expression of the whole text, in place of tags; no reward where matching
+            takes too long.
     """
     if pattern is None:
         return [float(rewards.has_tags(text, tags)) for text in completions]
@@ -723,8 +722,8 @@ def length(
     """0 for answers that are short enough, falling to -1 for the longest (DAPO).
 
     Args:
-        longest: tokens of an answer that gets -1.
-        margin: tokens before that from which it falls.
+        longest: tokens of an answer with reward -1.
+        margin: tokens before the longest over which the reward falls from 0.
     """
     sizes = [int(sample["num_tokens"]) for sample in samples]
     return [rewards.length_reward(size, longest=longest, margin=margin) for size in sizes]
@@ -744,15 +743,15 @@ def reward_model(
 ) -> Rewards:
     """The score of a reward model: a checkpoint of --loss-fn rm, or any classifier with one label.
 
-    It is loaded once, on the first rank, and reads the conversation by its own chat template; an
-    answer that is longer than its positions has none.
+    It is loaded once, on rank 0, and reads the conversation in its own chat template. An answer
+    longer than its positions gets no score.
 
     Args:
-        path: its folder, or that of an adapter with its score.
+        path: folder of the reward model, or of an adapter with its score head.
         prompt: template of a row without messages; what comes before [ANSWER] is the user's turn.
         batch_size: answers that are scored together.
-        device: cpu, or cuda, xpu ... for the one of the first rank.
-        dtype: of its weights; auto: as they are in the files.
+        device: cpu, or cuda, xpu ... = the device of rank 0.
+        dtype: type of its weights; auto = as stored in the files.
     """
     from stageline.training.reward_model import reward_model
 
@@ -771,13 +770,13 @@ def remote(
     key_variable: str = "OPENAI_API_KEY",
     seconds: float = 60.0,
 ) -> Rewards:
-    """What another model gives, from 0 to 1: a judge behind an OpenAI-style API, asked at once.
+    """A score from 0 to 1 of a judge model behind an OpenAI-style API; requests run in parallel.
 
     Args:
-        url: up to /v1; nothing but prompt, right answer and answer goes there.
-        model: its name there.
+        url: address up to /v1; it receives only prompt, right answer and answer.
+        model: name of the model there.
         key_variable: environment variable that holds the key, if it needs one.
-        seconds: that one judgement may take.
+        seconds: timeout of one judgement, in seconds.
     """
     key = os.environ.get(key_variable)
 

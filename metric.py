@@ -1,4 +1,4 @@
-"""The metric parts: (predictions, samples) -> {"score", "per_sample", "groups", "unparsed"}.
+"""Metric components: (predictions, samples) -> {"score", "per_sample", "groups", "unparsed"}.
 
 A prediction is {"prediction": text}, a sample what the dataset gave. Confidence intervals and the
 figures of other groupings are added by the report. An answer that says nothing counts as wrong and
@@ -24,12 +24,12 @@ from stageline.tasks.rewards import references, right_choice
 
 Predictions = Sequence[dict[str, Any]]
 Samples = Sequence[dict[str, Any]]
-# whether a text is right; None: it says nothing
+# True: the text is right; None: it says nothing
 Judge = Callable[[str, dict[str, Any]], bool | None]
 
 
 def figures_of(predictions: Predictions, samples: Samples, judge: Judge) -> dict[str, Any]:
-    """Counts right answers, over all and for each `group` of the samples."""
+    """Return the shares of right answers, over all samples and for each `group`."""
     verdicts = [
         judge(str(prediction["prediction"]), sample)
         for prediction, sample in zip(predictions, samples, strict=True)
@@ -48,7 +48,7 @@ def figures_of(predictions: Predictions, samples: Samples, judge: Judge) -> dict
 
 
 def answers_of(sample: dict[str, Any]) -> list[str]:
-    """All answers that count as right."""
+    """Return all answers that count as right."""
     return [normalize(answer) for answer in references(sample)]
 
 
@@ -67,7 +67,7 @@ def contains(predictions: Predictions, samples: Samples) -> dict[str, Any]:
 def _compared(
     predictions: Predictions, samples: Samples, is_said: Callable[[str, str], bool]
 ) -> dict[str, Any]:
-    """Counts normalized texts that say one of the answers."""
+    """Return the figures of normalized texts that say one of the answers."""
 
     def judge(text: str, sample: dict[str, Any]) -> bool | None:
         said = normalize(text)
@@ -78,13 +78,13 @@ def _compared(
 
 
 def wrong_or_unparsed(text: str) -> bool | None:
-    """What a text that is not right counts as: false, or unparsed where it says nothing."""
+    """Return the verdict on a wrong text: False, or None (unparsed) where it says nothing."""
     return None if says_nothing(text) else False
 
 
 @metric_register("rouge")
 def text_rouge(predictions: Predictions, samples: Samples) -> dict[str, Any]:
-    """ROUGE-L (F1) against the answer; ROUGE-1 and ROUGE-2 beside it."""
+    """ROUGE-L (F1) against the answer, with ROUGE-1 and ROUGE-2."""
     found = [
         rouge(str(prediction["prediction"]), references(sample))
         for prediction, sample in zip(predictions, samples, strict=True)
@@ -95,7 +95,7 @@ def text_rouge(predictions: Predictions, samples: Samples) -> dict[str, Any]:
 
 @metric_register("bleu")
 def text_bleu(predictions: Predictions, samples: Samples) -> dict[str, Any]:
-    """BLEU-4 of each answer, smoothed; that of the whole set as corpus_bleu."""
+    """Smoothed BLEU-4 of each answer; corpus_bleu is that of the whole set."""
     texts = [str(prediction["prediction"]) for prediction in predictions]
     right = [references(sample) for sample in samples]
     each = [sentence_bleu(text, own) for text, own in zip(texts, right, strict=True)]
@@ -104,7 +104,7 @@ def text_bleu(predictions: Predictions, samples: Samples) -> dict[str, Any]:
 
 @metric_register("text")
 def text_overlap(predictions: Predictions, samples: Samples) -> dict[str, Any]:
-    """ROUGE-L as the score; exact match, ROUGE-1, ROUGE-2 and corpus BLEU beside it."""
+    """ROUGE-L as the score, with exact match, ROUGE-1, ROUGE-2 and corpus BLEU."""
     exact = exact_match(predictions, samples)
     texts = [str(prediction["prediction"]) for prediction in predictions]
     corpus_bleu = bleu(texts, [references(sample) for sample in samples])
@@ -120,7 +120,7 @@ def _mean(scores: Sequence[float]) -> float:
 
 
 def _graded(predictions: Predictions, samples: Samples, scores: Sequence[float]) -> dict[str, Any]:
-    """Figures of scores between 0 and 1, which are no shares of right answers."""
+    """Return figures of scores between 0 and 1 that are graded, not right or wrong."""
     figures = figures_of(predictions, samples, lambda text, sample: wrong_or_unparsed(text))
     return {**figures, "score": _mean(scores), "per_sample": list(scores), "is_graded": True}
 
@@ -135,8 +135,8 @@ def choice_accuracy(
     """Whether the right choice is the likeliest; for --model loglikelihood.
 
     Args:
-        by: which figure is the score: log-probabilities as they are, or divided by characters,
-            bytes or tokens of the choice. All four are told.
+        by: figure that is the score: acc = log-probabilities as they are, acc_norm, acc_bytes,
+            acc_tokens = divided by characters, bytes or tokens. All four are reported.
     """
     _needs(predictions, "choice_scores", "loglikelihood")
     rights = [right_choice(sample) for sample in samples]
@@ -172,7 +172,7 @@ def text_perplexity(predictions: Predictions, samples: Samples) -> dict[str, Any
     _needs(predictions, "num_windows", "perplexity")
     each = [bits_per_byte(item["logprob"], item["num_bytes"]) for item in predictions]
     figures = {**_graded(predictions, samples, each), **text_figures(predictions)}
-    figures["unparsed"] = [0] * len(each)  # texts were read, not answers
+    figures["unparsed"] = [0] * len(each)  # texts were scored, not answers
     return {**figures, "lower_is_better": True}
 
 

@@ -1,4 +1,4 @@
-"""The optimizer and lr_scheduler parts."""
+"""Optimizer and lr_scheduler components."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -84,7 +84,7 @@ def adamw_8bit(
         paged: moments may move to host memory where the GPU's is full.
     """
     try:
-        import bitsandbytes  # slow to import, and not everybody has it
+        import bitsandbytes  # slow to import, and an optional package
     except ImportError as error:
         raise UserError(
             f"--optimizer adamw_8bit needs the package bitsandbytes, which cannot be imported "
@@ -319,7 +319,7 @@ def wsd(
 def _after_warmup(
     rate: Callable[[int], float], learning_rate: float, warmup_steps: int, start: float
 ) -> Callable[[int], float]:
-    """A straight line from `start` to `learning_rate` first, then `rate`."""
+    """Return a schedule with a linear warm-up from `start`, which then follows `rate`."""
 
     def with_warmup(step: int) -> float:
         if step < warmup_steps:

@@ -1,4 +1,4 @@
-"""Command line and YAML -> the config of a run, and the kwargs of each chosen part.
+"""Parse command line and YAML into the config of a run and the kwargs of each component.
 
 Two passes: the first finds `--import`, `--config` and the keys; the second knows the options of the
 chosen parts, converts every value by its type (jsonargparse) and refuses what it does not know.
@@ -48,7 +48,7 @@ from options.fields import (
 from options.parts import ChosenPart, add_part_options, chosen_part, help_text, list_parts, takes
 from register import ALL_REGISTERS, import_parts
 
-# register -> key that is taken when none is given; None: the user has to choose
+# registry -> default key; None: the user must choose
 TRAIN_KEYS: dict[str, str | None] = {
     "train_model": "auto",
     "dataset": None,
@@ -62,7 +62,7 @@ TRAIN_KEYS: dict[str, str | None] = {
     "tracker": "none",
     "engine": "pipeline",
 }
-# register -> the register whose part takes it as an argument: chosen only where that part does
+# registry -> the registry whose component takes it as an argument, and without which it is unused
 OWNED_KEYS = {"sim_fn": "loss_fn", "reward": "loss_fn"}
 EVALUATE_KEYS: dict[str, str | None] = dict.fromkeys(
     ("model", "builder", "dataset", "prompt", "prompt_fn", "image_token", "metric")
@@ -76,14 +76,14 @@ INFER_KEYS: dict[str, str | None] = {
 }
 SERVE_KEYS: dict[str, str | None] = {"prompt_fn": "chat", "image_token": "auto"}
 CHAT_KEYS = {"builder": "auto", **SERVE_KEYS}
-# parts of these registers may name keys that suit them, {"loss_fn": "rm"}, where none are given
+# components of these registries may name default keys that suit them, {"loss_fn": "rm"}
 SUGGESTING = ("collate_fn", "model")
-# of a training run's keys, those that a check does without unless it gets a dataset
+# a check needs these keys of a training run only with a dataset
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
-# options that most runs need: those that --help shows, where --help all shows all
-# option -> the one that follows from it: a typed one of the two holds, in a saved config, which has
-# both, the first
+# options that --help shows; --help all shows all
+# option -> the one that follows from it. If typed, either wins; a saved config has both, and there
+# the first wins.
 FOLLOWING = {"num_train_epochs": "total_steps", "warmup_ratio": "warmup_steps"}
 FEW = 20  # options that --help shows without a choice
 COMMON = (
@@ -104,7 +104,7 @@ class Arguments(Generic[Run]):
 
     run: Run  # options that belong to no component
     parts: dict[str, ChosenPart]  # register name -> the chosen component and its kwargs
-    imports: list[str]  # what `--import` named, in order
+    imports: list[str]  # modules of `--import`, in order
 
     def as_config(self) -> dict[str, Any]:
         """Return all options by their names on the command line; paths are absolute."""
@@ -162,7 +162,7 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
 
     def keys(given: Mapping[str, Given]) -> Keys:
         has_data = not {"dataset", "dataset_path", "help"}.isdisjoint(given)
-        # an export is of the architecture's own component
+        # an export uses the architecture's own component
         left_out = {"train_model"} if "exported" in given else set()
         left_out |= set() if has_data else {*DATA_KEYS}
         return {one: key for one, key in TRAIN_KEYS.items() if one in given or one not in left_out}
@@ -265,7 +265,7 @@ def parse_corpus_args(argv: Sequence[str] | None = None) -> CorpusArguments:
         raise SystemExit(0 if words else OptionError.exit_code)
     if name not in corpus.ACTIONS and words != ["--list"]:
         raise OptionError(corpus.no_action(name or words[0]))
-    action = name or "verify"  # of --list any
+    action = name or "verify"  # --list is the same for all actions
     keys = corpus.KEYS.get(action, {})
     given = read_arguments(words, corpus.ACTIONS[action], keys=keys, action=action)
     return CorpusArguments(given.run, given.parts, given.imports, action=action)
@@ -352,7 +352,7 @@ def read_arguments(
         num_left = len(settable) - sum(len(items) for _, items in groups)
         _print_and_stop(help_text(parser, keys, chosen, action=action, num_left=num_left))
 
-    # the values; defaults need no reading, and to read them takes two thirds of the time
+    # Parse the given values only: parsing defaults would take two thirds of the time.
     settings = {
         name: item for name, item in options.items() if name not in keys and name not in SPECIAL
     }
@@ -467,6 +467,6 @@ def _print_and_stop(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         try:
             print(text, flush=True)
-        except BrokenPipeError:  # the reader, `head` say, has seen enough
+        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(0)

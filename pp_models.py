@@ -1,4 +1,4 @@
-"""The stage classes, to subclass for a model of one's own (docs/add_a_model.md)."""
+"""Stage classes to subclass for your own model (docs/add_a_model.md)."""
 
 from stageline.stages.base import StageModel
 from stageline.stages.causal_lm import CausalLMStage, RewardStage

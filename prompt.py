@@ -1,7 +1,7 @@
-"""The prompt parts: templates with [PLACEHOLDERS]. What fills them is in prompt_fn.py.
+"""Prompt components: templates with [PLACEHOLDERS], which prompt_fn.py fills.
 
-[IMAGE] stands for all images of a sample, [NAME] for its field `name`. [ANSWER] is learnt; a
-template without it learns the [CAPTION] or [TEXT] that it ends with. [[NAME]] is literal.
+[IMAGE] stands for all images of a sample, [NAME] for its field `name`. [ANSWER] is in the
+loss, or without it the [CAPTION] or [TEXT] that ends the template. [[NAME]] is literal.
 """
 
 from register import prompt_register

@@ -1,6 +1,6 @@
-"""The prompt_fn parts, which fill a template, and the image_token parts for the image places.
+"""Prompt_fn components, which fill a template, and image_token components.
 
-Both return a `Rendered`: text that knows what came from the data and what is learnt.
+Both return a `Rendered`: text with marks on what came from the data and what is in the loss.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def fill(
     for_generation: bool = False,
     examples: Sequence[Mapping[str, Any]] = (),
 ) -> Rendered:
-    """Puts the sample's fields into the template's placeholders; the answer ends with EOS.
+    """The template with the sample's fields in its placeholders; the answer ends with EOS.
 
     Examples are filled in before it, with an empty line after each.
     """
@@ -59,20 +59,20 @@ def chat(
     mask_system: bool = False,
     examples: Sequence[Mapping[str, Any]] = (),
 ) -> Rendered:
-    """The model's own chat template, for question and answer as for rows with `messages`.
+    """The model's own chat template, for question and answer or rows with `messages`.
 
-    Learnt are the answers: content, reasoning and tool calls, and the token that ends a turn;
-    without those of messages with `"weight": 0`. A remote model, which has no processor here,
-    gets the messages as they are.
+    The loss is on the answers: content, reasoning and tool calls, and the token that ends a turn;
+    not on messages with `"weight": 0`. A remote model, which has no processor here, gets the
+    messages as they are.
 
     Args:
-        system: system message for rows that bring none.
+        system: system message of rows without one.
         template: chat template by name, for a tokenizer without one: alpaca, chatml, deepseek,
             gemma, llama2, llama3, mistral, phi3, phi4, plain, qwen, vicuna, zephyr.
         template_options: variables of the chat template, such as enable_thinking.
-        mask_history: only the last answer of a row is learnt.
-        train_on_prompt: all text is learnt: system, user and markup too; not images.
-        mask_system: with train_on_prompt: from the first message after the system's on.
+        mask_history: compute the loss only on the last answer of a row.
+        train_on_prompt: compute the loss on all text: system, user and markup too; not images.
+        mask_system: with train_on_prompt, leave the system message out of the loss.
     """
     if mask_history and train_on_prompt:
         raise UserError(
@@ -105,9 +105,9 @@ def chat(
 
 @image_token_register("auto")
 def auto(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
-    """What the processor itself has for an image, with what the model wants around it.
+    """The processor's own image placeholder, with the markup of the model around it.
 
-    Nothing for a remote model: it gets images beside the text.
+    A remote model gets images next to the text, without a placeholder.
     """
     has_text = bool(images) and processor is not None
     return place_image_text(rendered, plain_image_text(processor) if has_text else "")
@@ -115,7 +115,7 @@ def auto(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) ->
 
 @image_token_register("none")
 def none(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
-    """Nothing: the model takes images beside the text."""
+    """No placeholder: the model takes images next to the text."""
     return place_image_text(rendered, "")
 
 

@@ -1,4 +1,4 @@
-"""The registers: every component of an experiment has a key here. Only the standard library.
+"""Registries: every component of an experiment has a key here. Standard library only.
 
 A component is registered by a decorator or by item assignment, and chosen by its key:
 
@@ -63,22 +63,22 @@ class UnknownKeyError(RegisterError, KeyError):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a run has to know of a component beside its signature."""
+    """Facts of a component that a run needs in addition to its signature."""
 
-    without_effect: tuple[str, ...] = ()  # options that change no result, only how it is got
+    without_effect: tuple[str, ...] = ()  # options that change no result, only speed or place
     # {"loss_fn": "rm"}: keys of other registers that suit a model or a collate_fn part
     default_keys: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts(Facts):
-    for_generation: bool = True  # False: the whole text is rendered, its end too
+    for_generation: bool = True  # False: the whole text is rendered, with its end
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainModelFacts(Facts):
-    gives_scores: bool = False  # a score for each token in the place of logits
-    model_types: tuple[str, ...] = ()  # of config.json, that it is made for; none: any
+    gives_scores: bool = False  # a score for each token in place of logits
+    model_types: tuple[str, ...] = ()  # accepted model_type values; empty: any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class PromptFnFacts(Facts):
 @dataclass(frozen=True, kw_only=True)
 class CollateFacts(Facts):
     needs_groups: bool = False  # the samples of a group are compared
-    takes_tokens: bool = False  # samples may be token ids in the place of text
+    takes_tokens: bool = False  # samples may be token ids in place of text
     gives_prompts: bool = False  # rows end where an answer begins
 
 
@@ -111,7 +111,7 @@ class LossFacts(Facts):
     needs_kl: bool | Callable[..., bool] = False
     weighs_by_itself: bool = False  # it need not add up over micro-batches
     reads_by_token: bool = False  # --logits-chunk gives it ChunkedLogits, for policy_loss.py
-    samples_answers: bool = False  # the model answers before each step, rewards say how well
+    samples_answers: bool = False  # the model answers before each step, for rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class Register(MutableMapping[str, Any]):
         self.is_frozen = False
 
     def __call__(self, *keys: str, replace: bool = False, **facts: Any) -> Callable:
-        """Decorator: registers a function or class under one or more keys and returns it as is."""
+        """Decorate a function or class to register it under one or more keys, unchanged."""
         if not keys or not all(isinstance(key, str) for key in keys):
             raise RegisterError(
                 f"@{self.name}_register was used without a key. Write "
@@ -224,7 +224,7 @@ class Register(MutableMapping[str, Any]):
 
     def __delitem__(self, key: str) -> None:
         self._refuse_if_frozen(key)
-        del self.data[self.entry(key).key]  # an unknown key gets the long answer
+        del self.data[self.entry(key).key]  # an unknown key gets the error with suggestions
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.data)
@@ -259,11 +259,11 @@ class Register(MutableMapping[str, Any]):
         )
 
     def home(self, key: str) -> str:
-        """Where the part was registered, as `file:line`."""
+        """Return the place where the component was registered, as `file:line`."""
         return self.entry(key).home
 
     def summary(self, key: str) -> str:
-        """First line of the part's docstring; of a string, the string on one line."""
+        """Return the first line of a component's docstring, or a string on one line."""
         part = self[key]
         if self.part_type is str:
             return part.replace("\n", "\\n")
@@ -273,7 +273,7 @@ class Register(MutableMapping[str, Any]):
         return lines[0] if lines else "(no docstring)"
 
     def freeze(self) -> None:
-        """From now on nothing can be added, replaced or removed."""
+        """Refuse every later addition, replacement and removal."""
         self.is_frozen = True
 
     @property
@@ -330,7 +330,7 @@ class Register(MutableMapping[str, Any]):
 
 
 def _caller_home() -> str:
-    """`file:line` that registers a part: the line that asks for it, if functions there help."""
+    """Return `file:line` that registers a component: the outermost call in its file."""
     frame = sys._getframe(1)
     ours = {__name__, "_collections_abc", "collections.abc"}
     while frame.f_back is not None and frame.f_globals.get("__name__") in ours:
@@ -341,7 +341,7 @@ def _caller_home() -> str:
     return f"{file}:{frame.f_lineno}"
 
 
-# docs/add_a_part.md has the same contracts at more length.
+# docs/add_a_part.md explains these contracts.
 model_register = Register(
     "model",
     "generates: (model, processor, images, prompts) -> texts",
@@ -446,7 +446,7 @@ ALL_REGISTERS: dict[str, Register] = {
 
 
 def freeze_registers() -> None:
-    """Freezes every register. An entry file calls it when all parts have been imported."""
+    """Freeze every registry. An entry file calls it after all components are imported."""
     for register in ALL_REGISTERS.values():
         register.freeze()
 
@@ -461,11 +461,11 @@ def import_shelf(*names: str) -> None:
         RegisterError: an installed package has taken the name, or the file is missing.
     """
     for name in names or SHELF:
-        found = _module_file(name)  # without importing it: a stranger's module must not run
+        found = _module_file(name)  # without an import: an unknown module must not run
         if found not in (ROOT / f"{name}.py", ROOT / name / "__init__.py"):
             raise RegisterError(
-                f"The shelf module {name!r} was found at {found or 'no place on sys.path'}. It "
-                f"must come from {ROOT}, where register.py is. Run the entry file as a file "
+                f"The module {name!r} was found at {found or 'no place on sys.path'}. It must come "
+                f"from {ROOT}, where register.py is. Run the entry file as a file "
                 f"(python {ROOT / 'train_pp.py'} ..., without -m, -P or PYTHONSAFEPATH), or rename "
                 f"the other {name!r}."
             )
@@ -473,7 +473,7 @@ def import_shelf(*names: str) -> None:
 
 
 def _module_file(name: str) -> Path | None:
-    """File of a top-level module, imported or not; None when there is none."""
+    """Return the file of a top-level module, imported or not; None if there is none."""
     if name in sys.modules:
         file = getattr(sys.modules[name], "__file__", None)
     else:
@@ -515,7 +515,8 @@ def _import_one(spec: str) -> ModuleType:
                 f"the file, for example to my_{name}.py: it is imported under its stem."
             )
         if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))  # last: it may not hide anything; for spawned workers
+            # spawned workers need it; it is last, so that it hides no module
+            sys.path.append(str(path.parent))
         importlib.invalidate_caches()
         load = functools.partial(importlib.import_module, stem)
     else:
@@ -532,7 +533,7 @@ def _import_one(spec: str) -> ModuleType:
 
 
 def _place_of(error: BaseException) -> str:
-    """`file:line` where an import failed, without the frames of the import machinery."""
+    """Return `file:line` where an import failed, without frames of the import machinery."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     machinery = (str(Path(__file__).resolve()), "<frozen", str(Path(importlib.__file__).parent))

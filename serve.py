@@ -1,4 +1,4 @@
-"""Answers over HTTP as OpenAI's API does, with a web page."""
+"""Answer over HTTP as OpenAI's API does, with a web page."""
 
 from commands.serve import main
 from stageline.distributed.failure import run_entry

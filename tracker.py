@@ -1,9 +1,9 @@
-"""The tracker parts: services that show a run beside its own log.
+"""The tracker components: services that show a run in addition to its own log.
 
-A part is called once, on the rank that logs, as `part(folder=..., config=..., start_step=...,
+A component is called once, on the rank that logs, as `part(folder=..., config=..., start_step=...,
 **options)`, and returns an object with `log(kind, step, figures)` and `close()`; or None. `kind` is
-"train" or "eval", figures are numbers by name. A tracker that fails is told of once and then left
-alone: it never ends a run. TensorBoard events are always written, without a tracker.
+"train" or "eval", figures are numbers by name. A tracker that fails is reported once
+and not called again; it never ends a run. TensorBoard events are always written, without one.
 """
 
 import hashlib
@@ -18,23 +18,23 @@ from stageline.errors import UserError
 
 
 class _Service:
-    """What a tracker part returns; a subclass opens its service and says what is called there."""
+    """Base of the trackers; a subclass opens its service and sets `send` and `end`."""
 
     send: Callable[..., Any]
     end: Callable[[], Any]
 
     def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """Takes the figures of one step or evaluation."""
+        """Send the figures of one step or evaluation."""
         self.send({f"{kind}/{name}": value for name, value in figures.items()}, step=step)
 
     def close(self) -> None:
-        """Ends the run there."""
+        """End the run at the service."""
         self.end()
 
 
 @tracker_register("none")
 def none(*, folder: Path, config: Mapping[str, Any], start_step: int) -> None:
-    """The run's own log and TensorBoard events alone."""
+    """Only the run's own log and TensorBoard events."""
 
 
 @tracker_register("wandb")
@@ -42,9 +42,9 @@ class WandB(_Service):
     """Weights & Biases; `wandb login` first, or --tracker.mode offline.
 
     Args:
-        project: of the service.
-        name: of the run; default: its folder.
-        mode: offline keeps everything in the run folder, for `wandb sync`.
+        project: project at the service.
+        name: name of the run; default: its folder's.
+        mode: online, or offline = keep everything in the run folder for `wandb sync`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class WandB(_Service):
         name: str | None = None,
         mode: str = "online",
     ) -> None:
-        # one id for each folder: a run that is resumed goes on in the same curves
+        # one id for each folder, so that a resumed run continues the same curves
         run_id = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
         run = _package("wandb").init(
             project=project,
@@ -76,8 +76,8 @@ class SwanLab(_Service):
     """SwanLab; `swanlab login` first, or --tracker.mode local.
 
     Args:
-        project: of the service.
-        name: of the run; default: its folder.
+        project: project at the service.
+        name: name of the run; default: its folder's.
         mode: cloud, local or offline (files in the run folder, for `swanlab sync`).
     """
 
@@ -108,7 +108,7 @@ class MLflow(_Service):
 
     Args:
         experiment: that the run belongs to.
-        name: of the run; default: its folder.
+        name: name of the run; default: its folder's.
         uri: of the tracking server; default: MLFLOW_TRACKING_URI, else mlflow.db in the run folder.
     """
 

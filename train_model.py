@@ -1,4 +1,4 @@
-"""The train_model parts: each builds and fills one stage of a model.
+"""Train_model components: each builds and fills one stage of a model.
 
 The stage classes are in stageline/stages, and for a subclass of one's own in pp_models.py. They
 import transformers, so they are imported when a part is called.
@@ -62,10 +62,10 @@ def causal_lm(
     """Any decoder-only model of transformers, split by layers.
 
     Args:
-        attn_implementation: eager, sdpa or another of the library's.
-        output_router_logits: train the load-balancing loss of a mixture of experts too; default:
-            what config.json says under this name.
-        router_aux_loss_coef: weight of that loss; default: what config.json says.
+        attn_implementation: attention of transformers: eager, sdpa or another name.
+        output_router_logits: add the load-balancing loss of a mixture of experts; default: the
+            field of config.json.
+        router_aux_loss_coef: weight of that loss; default: the field of config.json.
     """
     return class_of_key("causal_lm").build(
         attn_implementation=attn_implementation,
@@ -83,12 +83,12 @@ def reward(
     router_aux_loss_coef: float | None = None,
     **kwargs: Any,
 ) -> Built:
-    """A reward model on any decoder of transformers: scores in the place of logits.
+    """A reward model on any decoder of transformers, with scores in place of logits.
 
     Args:
-        attn_implementation: eager, sdpa or another of the library's.
-        output_router_logits: as of causal_lm.
-        router_aux_loss_coef: as of causal_lm.
+        attn_implementation: attention of transformers: eager, sdpa or another name.
+        output_router_logits: as in causal_lm.
+        router_aux_loss_coef: as in causal_lm.
     """
     return class_of_key("reward").build(
         attn_implementation=attn_implementation,
@@ -105,7 +105,7 @@ def vision_language(*, attn_implementation: str | None = None, **kwargs: Any) ->
     An architecture with stages of its own gets the same stages as by its key.
 
     Args:
-        attn_implementation: eager, sdpa or another of the library's.
+        attn_implementation: attention of transformers: eager, sdpa or another name.
     """
     from stageline.model_folder import load_config
 
@@ -122,7 +122,7 @@ def gemma3_vl(*, attn_implementation: str | None = None, **kwargs: Any) -> Built
     """Gemma 3 with pictures, whose tokens see each other; refuses any other architecture.
 
     Args:
-        attn_implementation: eager, sdpa or another of the library's.
+        attn_implementation: attention of transformers: eager, sdpa or another name.
     """
     return class_of_key("gemma3_vl").build(
         attn_implementation=attn_implementation, model_types=("gemma3",), **kwargs
@@ -134,7 +134,7 @@ def mllama(*, attn_implementation: str | None = None, **kwargs: Any) -> Built:
     """Llama 3.2 Vision, which reads pictures by cross-attention; refuses any other architecture.
 
     Args:
-        attn_implementation: eager, sdpa or another of the library's.
+        attn_implementation: attention of transformers: eager, sdpa or another name.
     """
     return class_of_key("mllama").build(
         attn_implementation=attn_implementation, model_types=("mllama",), **kwargs

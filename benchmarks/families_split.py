@@ -294,7 +294,7 @@ def _lost(saved: nn.Module, read: nn.Module) -> str:
     ]
     if not lost:
         return ""
-    return f"from_pretrained of the library gives other weights than were saved: {', '.join(lost)}"
+    return f"from_pretrained of transformers gives other weights than were saved: {', '.join(lost)}"
 
 
 def _is_tied(whole: Any) -> bool:

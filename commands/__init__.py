@@ -1,4 +1,4 @@
-"""The commands, a file each; the files at the root and `stageline COMMAND` hand over to them."""
+"""Commands, one per file; the files at the root and `stageline COMMAND` call them."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Answer samples by the options of a run: what evaluate.py and infer.py share."""
+"""Answer samples by the options of a run, for evaluate.py and infer.py."""
 
 import functools
 import json
@@ -45,9 +45,9 @@ from stageline.model_folder import load_config
 from stageline.planner.estimate import Load
 
 SECONDS_TO_MEET = 600.0
-EXPORTED = "~/.cache/stageline/exported"  # what vLLM reads
+EXPORTED = "~/.cache/stageline/exported"  # vLLM reads models from here
 ENGINE_FILE = "engine.json"
-# what a model component may ask for besides images and prompts
+# a model component may ask for these, in addition to images and prompts
 HANDED_OVER = ("samples", "batch_size")
 
 
@@ -55,11 +55,11 @@ HANDED_OVER = ("samples", "batch_size")
 class Opened:
     """A model in this process, a pipeline of stages, vLLM, or an endpoint.
 
-    Which one it was is in engine.json beside the predictions, and changes no greedy answer but for
-    rounding.
+    engine.json, next to the predictions, names it. Greedy answers of different engines are equal
+    up to rounding.
     """
 
-    model: Any  # what a model component gets: a model, an endpoint or an engine
+    model: Any  # the argument of a model component: a model, an endpoint or an engine
     processor: Any
     facts: dict[str, Any]  # for the report: where it runs
     has_own_batches: bool = False  # it takes many samples at once and batches them itself
@@ -68,7 +68,7 @@ class Opened:
 
 @contextmanager
 def opened(arguments: Arguments, replicas: EvaluationReplicas) -> Iterator[Opened | None]:
-    """Open what answers; None in a process that only computes for its replica, once it has."""
+    """Open the model that answers; None in a process that only computes, once it is done."""
     run = arguments.run
     if run.engine == "pipeline":
         with open_decoding(run) as decoding:
@@ -82,7 +82,7 @@ def opened(arguments: Arguments, replicas: EvaluationReplicas) -> Iterator[Opene
                 "num_groups": engine.limits.num_groups or "auto",
             }
             yield Opened(engine, decoding.processor, facts, True, decoding.config)
-    elif run.engine == "vllm":  # reads a plain folder; it answers and scores as an engine does
+    elif run.engine == "vllm":  # reads a plain folder; answers and scores like an engine
         check_vllm()  # before an export
         folder = plain_folder(
             run.model_path,
@@ -103,7 +103,7 @@ def opened(arguments: Arguments, replicas: EvaluationReplicas) -> Iterator[Opene
         config = load_config(folder, trust_remote_code=run.trust_remote_code)
         facts = {"tensor_parallel_size": vllm.num_devices, "folder": str(folder)}
         yield Opened(vllm, vllm.processor, facts, True, config)
-    else:  # what the builder makes: a model over some devices, or an endpoint
+    else:  # the builder makes a model over some devices, or an endpoint
         _take_own_devices(run, replicas)
         model, processor, device_map = build_model(arguments)
         facts = {"device_map": {name: str(place) for name, place in device_map.items()}}
@@ -147,7 +147,7 @@ def _builder_arguments(arguments: Arguments) -> dict[str, Any]:
 
 
 def _take_own_devices(run: Any, replicas: EvaluationReplicas) -> None:
-    """Leave this process the accelerators of its replica; before any of them is touched."""
+    """Limit this process to the accelerators of its replica, before it uses any."""
     found = accelerators(run.device)
     if replicas.count == 1 or not found:
         return
@@ -192,7 +192,7 @@ def answer_settings(arguments: Arguments) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answered:
-    """Samples that all have their answers: `rows` of a dataset."""
+    """Samples with all their answers: `rows` of a dataset."""
 
     dataset: Any
     rows: range
@@ -247,14 +247,14 @@ def answer_samples(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "predictions.jsonl"
     settings = answer_settings(arguments)
-    # tell whether a folder has other weights than at the last call: training continues there
+    # training may have changed the weights of a folder since the last call
     folders = [Path(one) for one in (run.model_path, *(run.adapter_path or ())) if one]
     weights = [folder_facts(one) for one in folders if one.is_dir()]
     key = fingerprint({**settings, "weights": weights})
     if replicas.is_main:
         bad_rows.write(folder / "bad_rows.jsonl")
         save_config(arguments, folder / "config.yaml")
-        merge_shards(path)  # of a run that was killed
+        merge_shards(path)  # a killed run leaves shards behind
         replicas.tell("merged")
     replicas.wait_for_main("merged")
     file, outcome = PredictionFile(path, settings_key=key), Outcome()
@@ -264,10 +264,10 @@ def answer_samples(
     if not missing and replicas.is_main:
         print(f"{file.path} holds all {len(rows)} predictions already")
 
-    # the answers, of each replica its share
+    # each replica answers its share
     several = replicas.count > 1
     share = replicas.share(missing) if several else rows
-    if missing and (share or run.engine == "pipeline"):  # its processes come together
+    if missing and (share or run.engine == "pipeline"):  # all its processes take part
         own = file
         if several and share:
             own = PredictionFile(shard_path(path, replicas.index), settings_key=key)
@@ -303,8 +303,8 @@ def answer_samples(
         )
     if outcome.pending:
         print(
-            f"{len(outcome.pending)} of {len(rows)} samples wait for their answers: hand the "
-            "request files in, and run again with --model.answers_path and what comes back"
+            f"{len(outcome.pending)} of {len(rows)} samples wait for their answers: submit the "
+            "request files, then run again with --model.answers_path FILE"
         )
         return None
     return Answered(dataset, rows, file, settings)

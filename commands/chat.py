@@ -1,11 +1,11 @@
-"""Talks with a model in the terminal; answers appear as they are made.
+"""Talk with a model in the terminal; answers appear token by token.
 
 python chat.py --model-path my_model
 python chat.py --server http://127.0.0.1:8000
 
-A line is a message; one that ends with a backslash goes on, and so does a block of ```. /help
-lists the commands, /exit or the end of the input ends. Ctrl-C stops an answer; at the prompt it
-ends.
+A line is a message. A backslash at its end, or an open ``` block, continues it on the next line.
+/help lists the commands. /exit or the end of the input quits. Ctrl-C stops an answer; at the
+prompt it quits.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ def main() -> int:
         change=functools.partial(changed, run),
         **answering,
     )
-    release_signals()  # nothing is saved that a stop would have to wait for
+    release_signals()  # nothing is saved, so a stop need not wait
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     is_terminal = sys.stdin.isatty()

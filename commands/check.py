@@ -1,4 +1,4 @@
-"""Checks that a split model computes what the whole one does; on the CPU, no GPU is needed.
+"""Check that a split model computes what the whole one does; on the CPU, no GPU is needed.
 
 `python check_model.py` takes the options of a training command, as they are. It builds the stages
 with the functions that train_pp.py uses. Exit code 0: equal; 1: a difference, the table says which;
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from commands import importing, quiet_transformers, start
 from commands.stages import with_family_key
-from commands.train import SHELF  # which registers the engine that a training command names
+from commands.train import SHELF  # the import registers the engines of training commands
 from options.fields import given_options, spelled
 from options.model import check_vision
 from options.train import NOT_CHECKED, for_check
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stageline.verify.whole_model import ModelSource, Preparation, WholeModel
 
 LEAST_MICRO_BATCHES = 4
-MOST_MICRO_BATCHES = 8  # of a dataset: a difference shows in a few
+MOST_MICRO_BATCHES = 8  # a difference shows in a few micro-batches of a dataset
 
 
 def main() -> int:

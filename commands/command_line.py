@@ -32,8 +32,8 @@ class Command:
     holds: str  # one line for the list
     door: str = ""  # its file at the root, which workers are started with; empty: it has none
     words: tuple[str, ...] = ()  # added to its options
-    has_actions: bool = False  # its first word says what to do, before files and options
-    has_plain_words: bool = False  # its words are taken as they are
+    has_actions: bool = False  # its first word is an action, before files and options
+    has_plain_words: bool = False  # its words are passed on unchanged
 
 
 TRAIN = "train_pp.py"
@@ -65,7 +65,7 @@ COMMANDS = {
         "train", "every part that can be chosen, with file and line", TRAIN, ("--list",)
     ),
 }
-# commands of before -> programs that do it now
+# former commands -> the programs that replace them
 MOVED = {"import-llamafactory": "tools/import_llamafactory.py", "tiny": "tools/tiny_model.py"}
 ENVIRONMENT = "env"
 
@@ -129,7 +129,7 @@ def find_command(name: str) -> Command:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise UserError(
-        f"{name!r} is no command of stageline.{hint} Begin with one of {', '.join(known)}; "
+        f"{name!r} is not a command of stageline.{hint} Begin with one of {', '.join(known)}; "
         "`stageline --help` has a line on each."
     )
 

@@ -1,4 +1,4 @@
-"""Entry file: builds a corpus for pre-training, shows, merges, checks and copies it.
+"""Build a corpus for pre-training; show, merge, check and copy it.
 
 python corpus.py write --file-path a.jsonl --save-path data --save-prefix a --tokenizer-path llama
 python corpus.py merge --merge-path-prefix data/a data/b --merge-path-type 0 1 \
@@ -33,7 +33,7 @@ from stageline.errors import INTERRUPTED, PREEMPTED, DataError, UserError
 from stageline.tables import format_table
 
 NUM_BARS = 64
-# ways to fill rows -> name, and what there is to say
+# ways to fill rows -> name and note
 WAYS = {
     "segments": ("a segment a row", "; less where rows of a micro-batch are padded to its longest"),
     "packed": ("packed (pack)", ""),
@@ -46,10 +46,10 @@ NAMES = {BEGINS: "begins", ENDS: "ends", HAS_BOS: "BOS", HAS_EOS: "EOS"}
 def main() -> int:
     """Do one action; return the exit code."""
     action, _ = split_action(command_words())
-    # the dataset of a run says what it has seen
+    # the dataset of a run determines its rows
     shelf = ("corpus_parts", "dataset") if action == "find-trained" else ("corpus_parts",)
     arguments = start(parse_corpus_args, *shelf)
-    # no rank has to save first: Ctrl-C ends at once, and a build continues later
+    # no rank must save first, so Ctrl-C ends at once; a build continues later
     release_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, stop)
@@ -92,9 +92,9 @@ def write(arguments: CorpusArguments) -> None:
     )
     split = splitter.bound if splits else None
     if split is not None:
-        split("One. Two.")  # what it lacks is told now, not in each worker
+        split("One. Two.")  # a missing package fails here, not in each worker
     columns_of = document.facts.columns_of
-    cores = len(os.sched_getaffinity(0))  # those that this process may use
+    cores = len(os.sched_getaffinity(0))  # this process may use no others
     report = build_corpus(
         run.file_path,
         path_prefix=Path(run.save_path) / run.save_prefix,

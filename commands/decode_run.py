@@ -45,7 +45,7 @@ from stageline.planner.partition import decode_partition
 
 @dataclass(frozen=True)
 class AnsweringModel:
-    """Where the stages of one model come from."""
+    """Source of the stages of one model."""
 
     folder: Path  # a model folder, a checkpoint of a run, or an adapter folder
     num_stages: int
@@ -53,29 +53,29 @@ class AnsweringModel:
     adapters: tuple[str, ...] = ()  # folders that are put on it; all but the last are merged
     beside: tuple[str, ...] = ()  # adapter folders of which each row of a pass has one or none
     merges: bool = False  # the last adapter is merged too
-    key: str | None = None  # of the train_model component; None: that of the architecture
-    partition: tuple[int, ...] | None = None  # None: what evens out a decoding step
+    key: str | None = None  # train_model component; None: that of the architecture
+    partition: tuple[int, ...] | None = None  # None: equal times of a decoding step
     trust_remote_code: bool = False
     attn_implementation: str | None = None
 
     @functools.cached_property
     def base(self) -> Path:
-        """The folder of the weights below all adapters."""
+        """Return the folder of the weights under all adapters."""
         return find_base(self.folder) if (self.folder / ADAPTER_CONFIG).exists() else self.folder
 
     @functools.cached_property
     def config_folder(self) -> Path:
-        """The folder with config.json: that of an adapter, if its run changed the base's."""
+        """Return the folder with config.json: an adapter's, if its run changed the base's."""
         return config_folder(self.folder, self.adapters)
 
     @functools.cached_property
     def config(self) -> PretrainedConfig:
-        """The configuration of the whole model."""
+        """Return the configuration of the unsplit model."""
         return load_config(self.config_folder, trust_remote_code=self.trust_remote_code)
 
     @functools.cached_property
     def builder(self) -> StageBuilder:
-        """What builds its stages."""
+        """Return the builder of its stages."""
         key = self.key or stage_key(self.config)
         if key is None or key == "reward":
             raise UserError(
@@ -123,7 +123,7 @@ class AnsweringModel:
 
     @functools.cached_property
     def processor(self) -> Any:
-        """The tokenizer or processor: the last adapter's, if it brought one."""
+        """Return the tokenizer or processor: the last adapter's, if it has one."""
         last = Path(self.adapters[-1]) if self.adapters else self.folder
         folder = processor_folder(last, self.base)
         load = functools.partial(load_processor, trust_remote_code=self.trust_remote_code)
@@ -186,7 +186,7 @@ def open_decoding(
         matchers = Matchers(lambda: get_tokenizer(model.processor))
         decoder = StageDecoder(stage, device=context.device, matchers=matchers)
 
-        # as much at a time as the fullest stage has room for
+        # the fullest stage limits tokens and rows of all stages
         budget = cache_budget(
             context.device,
             gib=run.cache_gib,
@@ -205,7 +205,7 @@ def open_decoding(
             num_groups=run.num_groups,
             short_length=stage.short_length,
         )
-        gc.freeze()  # what stands now stays; a server has looked for no garbage until here
+        gc.freeze()  # these objects stay; collection was off while a server started
         gc.enable()
 
         chain: Chain = LocalChain([decoder])
@@ -235,5 +235,5 @@ def open_decoding(
             matchers=matchers,
         )
         yield Decoding(engine, model.processor, model.config)
-        # not in a `finally`: after an exception the other ranks hear of it, and end
+        # not in a `finally`: after an exception the other ranks are told, and end
         engine.close()

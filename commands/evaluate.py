@@ -34,7 +34,7 @@ def main() -> int:
     def check(dataset: Any, rows: range) -> None:
         metric = parts["metric"].bound
         check_metric(metric, [read_row(dataset, row)[1] for row in rows[:2]])
-        if run.compare_with:  # what can't be compared is told before hours of generation
+        if run.compare_with:  # this fails before hours of generation, not after
             read_other(run.compare_with, [dataset[row][1] for row in rows])
 
     part = parts["dataset"].bound
@@ -65,8 +65,8 @@ def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
         figures["usage"] = usage
         print(format_usage(usage))
 
-    # what was evaluated, on what and when
-    place = run.model_path or ""  # of an API none
+    # the report names the model, the data and the date
+    place = run.model_path or ""  # an API has no folder
     config = Path(place, "config.json")
     known = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     names = known.get("architectures") or [known.get("model_type") or place or run.engine]
@@ -90,7 +90,7 @@ def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
         bootstrap=bootstrap,
         about={name: str(value) for name, value in about.items() if value},
     )
-    if (folder / ENGINE_FILE).is_file():  # of the last run that answered something
+    if (folder / ENGINE_FILE).is_file():  # the last run that made predictions wrote it
         report["engine"] = json.loads((folder / ENGINE_FILE).read_text(encoding="utf-8"))
     report["num_rows"] = len(dataset)  # more than samples where --limit was given
     shown, pages = [reports.format_report(report)], [reports.report_markdown(report)]

@@ -1,4 +1,4 @@
-"""Entry file: make one plain Hugging Face folder of a checkpoint that a run saved.
+"""Export a checkpoint of a run as one plain Hugging Face folder.
 
 python export.py --model-path runs/x/checkpoints/step-100 --output-path my_model --merge
 
@@ -126,6 +126,6 @@ def make_stages(
     except (UserError, ValueError) as error:
         if (folder / MANIFEST).exists():
             raise
-        return str(error)  # a folder from elsewhere may hold what no run would save
+        return str(error)  # a folder from elsewhere may contain files that no run saves
     check_names([names_of_stage(stage) for stage in stages])
     return stages

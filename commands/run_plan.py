@@ -26,12 +26,12 @@ class RunPlan(TrainArguments):
 
     @property
     def watchdog_rules(self) -> WatchdogRules:
-        """When the watchdog of a rank ends the run."""
+        """Return the limits after which the watchdog of a rank ends the run."""
         return WatchdogRules(self.run.hang_timeout, self.run.stop_deadline)
 
     @property
     def exchange_timeout(self) -> float:
-        """Seconds that an exchange may take; the watchdog tells better what hangs, before."""
+        """Timeout of an exchange in seconds, longer than the watchdog's, whose report says more."""
         return max(600.0, self.run.hang_timeout + 180.0)
 
 

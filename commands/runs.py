@@ -20,7 +20,7 @@ from stageline.errors import INTERRUPTED, PREEMPTED, UserError
 from stageline.run_records import read_log
 from stageline.tables import format_table, natural_key
 
-MOST_COLUMNS = 8  # of options that differ
+MOST_COLUMNS = 8  # columns of options that differ
 SHORT = {"lr": "learning-rate"}
 FATAL = (UserError.exit_code, INTERRUPTED, PREEMPTED)  # the next run would end in the same way
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SHELF = ("train_model", "prompt_fn")
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
-SECONDS_TO_END = 30.0  # beside --http.shutdown_seconds
+SECONDS_TO_END = 30.0  # in addition to --http.shutdown_seconds
 STOP_WORDS = StopWords(
     first="Nothing more is taken; answers under way may finish",
     again="ends at once",
@@ -49,7 +49,7 @@ def main() -> int:
             "install --editable '.[serve]'."
         )
     api_keys = read_api_keys(run)
-    gc.disable()  # until the model stands: looking for garbage is an eighth of all imports
+    gc.disable()  # until the model is loaded: collection takes an eighth of the import time
     from commands.stages import place_stages
     from stageline.distributed.launch import launch_if_needed
     from stageline.distributed.watchdog import WatchdogRules
@@ -66,7 +66,7 @@ def main() -> int:
     from stageline.serving.service import Service
 
     quiet_transformers()
-    stop_requested()  # on each rank: the first one sees to it that all end in order
+    stop_requested()  # on each rank: rank 0 makes all of them end in order
     adapters = named_adapters(run)
     with open_decoding(run, beside=tuple(adapters.values())) as decoding:
         if decoding is None:

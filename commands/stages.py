@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from stageline.verify.scaled_copy import VerifyMode
 
 AnyArguments = TypeVar("AnyArguments", bound="Arguments")
-PROVES = "STAGELINE_PROVE_SPLIT"  # stands for auto: never, where many short runs start
-# where a tower is: the whole model on one stage has no such choice
+PROVES = "STAGELINE_PROVE_SPLIT"  # replaces auto, such as with never where many short runs start
+# placement of a tower, which the unsplit model does not have
 _OF_A_CUT = frozenset(option_fields(VisionOptions))
 
 
@@ -111,10 +111,10 @@ class StageBuilder:
     part: ChosenPart
     config_path: str | None  # the folder of config.json, or the file
     num_stages: int
-    checkpoint_path: str | None = None  # what fills the stages; None: they start at random
+    checkpoint_path: str | None = None  # weights of the stages; None: random ones
     partition: Sequence[int] | None = None  # layers of each stage; None: as even as can be
     trust_remote_code: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the run, by name
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of the run, by name
     images: Any = None  # the processor of the data, where options change how it makes tiles
 
     def build(self, stage: int, *, num_stages: int | None = None, **changes: Any) -> Any:
@@ -132,7 +132,7 @@ class StageBuilder:
         given = {
             "processor_path": None,
             **self.part.kwargs,
-            **self.options,  # behind the component's: there an option that nobody gave is None
+            **self.options,  # after the component's own, which hold None for absent options
             "config_path": self.config_path,
             "checkpoint_path": self.checkpoint_path,
             "stage": stage,
@@ -195,7 +195,7 @@ class StageBuilder:
     ) -> None:
         """Compare a scaled-down copy of the model, split and whole; all ranks of the run call this.
 
-        With `answers` decoding is checked too, with `packed_rows` micro-batches of so many rows.
+        `answers` checks decoding too, `packed_rows` micro-batches of that number of packed rows.
         """
         is_split = self.num_stages > 1
         if mode == "never" or (mode == "auto" and os.environ.get(PROVES) == "never"):

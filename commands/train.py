@@ -1,7 +1,7 @@
 """Train a model in pipeline stages: parse, check, start the ranks, run.
 
 `python train_pp.py --num-stages 2 ...` starts its own processes; under torchrun it joins them.
-`--help` lists the options, `--list` the components. Each rank goes on in train_engines.py.
+`--help` lists the options, `--list` the components. Each rank continues in train_engines.py.
 """
 
 from pathlib import Path
@@ -57,7 +57,7 @@ def recorded_options(run: RunConfig) -> dict[str, Any]:
     try:
         told = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        return {}  # whether the run can be resumed is found out later
+        return {}  # the resume checks come later
     return told if isinstance(told, dict) else {}
 
 

@@ -74,7 +74,7 @@ def mixture_of(run: RunConfig, part: ChosenPart) -> dict[str, Any]:
 
 
 def has_tokens(dataset: Dataset) -> bool:
-    """Tell whether the samples of a dataset are token ids already."""
+    """Return whether the samples of a dataset are token ids already."""
     inner = dataset.dataset if isinstance(dataset, Subset) else dataset
     return bool(getattr(inner, "has_tokens", False))
 
@@ -179,7 +179,7 @@ def add_tokens(arguments: TrainArguments, processor: Any, path: str) -> NewToken
     )
     tokens = None
     if run.vocab.new_tokens:
-        # tokens that others forgot to make room for have no start, unless --vocab.resize gives one
+        # tokens beyond the embedding have no start value, unless --vocab.resize adds rows
         if num_rows is not None and not run.vocab.resize:
             check_vocabulary(processor, num_rows)
         tokens = add_new_tokens(processor, run.vocab.new_tokens, weights_processor=other)
@@ -253,7 +253,7 @@ READ_ANEW = (START, FILES, TEXTS)
 
 
 def read_anew(arguments: TrainArguments, data: Data) -> dict[str, object]:
-    """Identify by content what each process of a run reads by paths that may change."""
+    """Return fingerprints of the weights, files and templates that all processes of a run read."""
     run, answers = arguments.run, bool(arguments.parts["loss_fn"].facts.samples_answers)
     processor = run.processor_path or run.model_path or run.config_folder
     folders = run.config_folder, processor, *(run.adapter_path or ())
@@ -268,7 +268,7 @@ def read_anew(arguments: TrainArguments, data: Data) -> dict[str, object]:
 
 
 def start_weights(run: RunConfig) -> list[str]:
-    """Identify the weights that a run begins with: of an adapter, those of its base too."""
+    """Return fingerprints of the start weights, including the base of an adapter."""
     paths = [Path(path) for path in (run.model_path, *(run.adapter_path or ())) if path]
     return [weights_fingerprint(path) for path in dict.fromkeys([*paths, *map(base_of, paths[:1])])]
 
@@ -300,7 +300,7 @@ def check_data(arguments: TrainArguments) -> Data:
                 "groups. Use --dataset groups, or --collate-fn sft."
             )
 
-    # what is token ids already is not tokenized; rows that are drawn have no last ones
+    # rows of token ids are not tokenized, and drawn rows have no last ones
     if has_tokens(data.train):
         if not collate.facts.takes_tokens:
             raise UserError(
@@ -368,7 +368,7 @@ def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
 
 
 def asks_for(part: ChosenPart, answer: bool | Callable[..., bool]) -> bool:
-    """Tell whether a fact holds: yes or no, or a function of the component's options."""
+    """Return whether a fact holds, which is a bool or a function of the component's options."""
     return bool(answer(**part.kwargs) if callable(answer) else answer)
 
 
@@ -407,7 +407,7 @@ def check_rows(arguments: TrainArguments, data: Data, dataset: Any) -> Any:
         "vocab_size": data.vocab_size,
         "overlong": arguments.parts["collate_fn"].kwargs.get("overlong", "error"),
     }
-    if has_tokens(dataset):  # too many to walk; each micro-batch is looked at when it is made
+    if has_tokens(dataset):  # too many rows; micro-batches are checked later
         inner: Any = dataset.dataset if isinstance(dataset, Subset) else dataset
         say(inner.check(**limits))
         return dataset
@@ -417,7 +417,7 @@ def check_rows(arguments: TrainArguments, data: Data, dataset: Any) -> Any:
     size = group_size_of(dataset)
     bad = set(whole_groups(report.bad, size))
     with_them = len(bad) - len(report.bad)
-    # a group that is dropped in part stays: its other rows are learnt
+    # a partly dropped group stays, because its other rows are in the loss
     dropped = [] if is_stream(dataset) else full_groups(report.dropped, size)
     left_out = bad | set(dropped)
     text = f"{report}, {with_them} more of their groups" if with_them else str(report)
@@ -451,7 +451,7 @@ def show_samples(arguments: TrainArguments, data: Data, schedule: Schedule) -> N
     run = arguments.run
     if not run.preview or not is_first():
         return
-    nobody: Any = None  # the processes have not met
+    nobody: Any = None  # the processes are not connected yet
     first = DistributedContext(
         rank=0,
         local_rank=0,
@@ -499,7 +499,7 @@ def make_loader(
     is_packed = run.packing and not is_evaluation
     agree = None
     if is_packed and context.num_replicas > 1 and context.mesh is not None:
-        # the other replicas are asked for their numbers
+        # the other replicas send their numbers
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=0)
         agree = LargestOfReplicas(

@@ -45,8 +45,8 @@ from stageline.training.memory import MemoryAccount
 from stageline.training.trainer import Trainer
 
 GIB = 2**30
-SHARE_OF_FREE = 0.5  # of a GPU, for weights and gradients; activations take what they need
-SHARE_OF_INPUTS = 0.1  # for layers' inputs that wait for the backward pass
+SHARE_OF_FREE = 0.5  # share of free GPU memory for weights and gradients
+SHARE_OF_INPUTS = 0.1  # share for layers' inputs that wait for the backward pass
 
 
 def run_training(plan: RunPlan) -> int:

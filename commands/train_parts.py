@@ -324,7 +324,7 @@ class TrainingParts:
         free = {"free", "length"} if is_longer else {"free"}
         # the same passes in the same order, to the bit
         is_alike = {saved.get("engine"), now["engine"]} <= {"pipeline", "torch"}
-        # whole weights need no others; of a base that started at random there are no files
+        # whole weights need no base; a base that started at random has no files
         has_start = point.base is not None and plan.run.model_path and saved.get("model-path")
         check_same_run(
             {**newer_options(plan.run, now), **saved},
@@ -342,7 +342,7 @@ class TrainingParts:
     def build_stages(self, context: DistributedContext, point: ResumePoint | None) -> list[Stage]:
         """Place the layers, check the split, then call the train_model component for each stage.
 
-        Of a checkpoint with an adapter, what is trained besides its base comes later.
+        Trained parameters of a checkpoint with an adapter are loaded later, its base here.
         """
         run, data = self.plan.run, self.data
         if self.places_layers and not run.vision_stages:  # the planner has the tower on stage 0
@@ -495,7 +495,7 @@ class TrainingParts:
         run = self.plan.run
         given = rows_option(run, self.data.new_tokens, is_known=is_whole)
         if point is not None and point.base is not None and run.lora.init.startswith(PISSA):
-            given["lora_taken_from"] = str(point.folder)  # what PiSSA took out of the weights
+            given["lora_taken_from"] = str(point.folder)  # PiSSA took these out of the weights
         return stage_builder(self.plan, images=self.data.processor).build(
             stage,
             checkpoint_path=weights,
@@ -505,7 +505,7 @@ class TrainingParts:
         )
 
     def reference_key(self, dataset: Any) -> str:
-        """Identify what the reference log-probabilities of a dataset depend on."""
+        """Return a hash of all that the reference log-probabilities of a dataset depend on."""
         run = self.plan.run
         told = {
             name: value
@@ -550,7 +550,7 @@ def check_same_commits(configs: Sequence[Mapping[str, object]]) -> None:
 
 
 def rates_stay(arguments: TrainArguments, saved: Mapping[str, Any], step: int) -> tuple[bool, str]:
-    """Tell whether the `step` steps done had the learning rates of this run, and why not.
+    """Return whether `step` past steps had the learning rates of this run, and why not.
 
     Then a run of another length is, to the bit, the one that had this length from the start.
     """

@@ -1,4 +1,4 @@
-"""The builder parts: a folder -> (model, processor, device_map)."""
+"""Builder components: a folder -> (model, processor, device_map)."""
 
 import warnings
 from pathlib import Path
@@ -35,10 +35,10 @@ def auto(
 
     Args:
         model_path: a model folder, or an adapter folder that names its base.
-        adapter_path: one is put on; several are merged into the weights in their order.
-        adapter_weights: how much of each is added; None: all of it.
-        attn_implementation: eager, sdpa or another of the library's.
-        quantization: keeps linear layers in 4 or 8 bits, by bitsandbytes.
+        adapter_path: a single one is attached; several are merged into the weights in order.
+        adapter_weights: share of each adapter; default: 1.
+        attn_implementation: attention of transformers: eager, sdpa or another name.
+        quantization: bitsandbytes type of linear layers: nf4 = 4 bits, int8 = 8 bits.
     """
     from models.devices import find_source, make_device_map, quantization_config
     from stageline.checkpoint.adapter import attach_adapter, merge_adapters
@@ -71,7 +71,7 @@ def auto(
     if quantization:
         options["quantization_config"] = quantization_config(quantization, dtype)
     with warnings.catch_warnings():
-        # names of lone parameters (the line end of LLaVA-NeXT) belong into the map all the same
+        # the map must also contain single parameters (the line end of LLaVA-NeXT)
         warnings.filterwarnings("ignore", message="The following device_map keys do not match")
         model = load_whole(
             auto_class_of(source.config),
@@ -85,7 +85,7 @@ def auto(
         )
     if len(source.adapters) == 1 and adapter_weights is None:
         attach_adapter(model, source.adapters[0])
-    else:  # several, or what is weighted, are merged into the weights
+    else:  # several or weighted adapters are merged into the weights
         merge_adapters(model, list(map(Path, source.adapters)), adapter_weights)
     processor = load_processor(source.processor_folder, trust_remote_code=trust_remote_code)
     return model.eval(), processor, device_map

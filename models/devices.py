@@ -1,4 +1,4 @@
-"""Where the builder part `auto` finds a model, its device_map, and the plan that it shows."""
+"""Find the model of the builder component `auto`, its device_map, and the plan of `--plan`."""
 
 import importlib
 import warnings
@@ -43,7 +43,7 @@ def plan(
     quantization: str | None = None,
     **given: Any,
 ) -> str:
-    """What `auto` would place where, as a table; loads nothing, and needs no device to be there.
+    """Return a table of what `auto` would place on each device; loads nothing, needs no device.
 
     Raises:
         UserError: the model does not fit, or nothing is known of the devices.
@@ -74,7 +74,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from; `has_own`: an adapter has a configuration of its own."""
+    """Source of a model; `has_own`: an adapter has a configuration of its own."""
 
     folder: Path
     processor_folder: Path
@@ -113,7 +113,7 @@ def make_device_map(
     placement: Wanted | None = None,
     **options: Any,
 ) -> dict[str, object]:
-    """Cuts the model over the accelerators, or refuses; without any it all lies on the CPU."""
+    """Return the device_map over the accelerators, or all on the CPU where there is none."""
     found = accelerators(device)
     if not found:
         if (num_devices or 1) > 1:
@@ -148,7 +148,7 @@ def make_device_map(
         except UserError as error:
             if given:
                 raise
-            # how long answers get is a guess
+            # the length of answers is a guess
             warnings.warn(f"memory may not suffice. {error}", stacklevel=2)
     return dict(cutter.device_map())
 
@@ -163,7 +163,7 @@ def make_cutter(
     quantization: str | None = None,
     **options: Any,
 ) -> ModelCutter:
-    """A cutter of the model on the meta device."""
+    """Return a cutter of the model on the meta device."""
     whole = model_on_meta(config, dtype=dtype, **options)
     if quantization:
         whole.config.quantization_config = quantization_settings(quantization)
@@ -178,7 +178,7 @@ def make_cutter(
 
 
 def free_memory(devices: Sequence[torch.device]) -> tuple[int, ...]:
-    """Bytes that are free on each, with what this process holds and does not use."""
+    """Return the free bytes of each device, including memory that this process holds unused."""
     module = torch.get_device_module(devices[0])
     return tuple(
         module.mem_get_info(device)[0]
@@ -189,13 +189,13 @@ def free_memory(devices: Sequence[torch.device]) -> tuple[int, ...]:
 
 
 def quantization_settings(kind: str) -> dict[str, Any]:
-    """What config.json would say of it: enough to count bytes, without the package."""
+    """Return the quantization entry of config.json, which suffices to count bytes."""
     bits = {"load_in_8bit": True} if kind == "int8" else {"load_in_4bit": True}
     return {"quant_method": "bitsandbytes", **bits}
 
 
 def quantization_config(kind: str, dtype: torch.dtype | None) -> Any:
-    """What `from_pretrained` takes; `dtype` is that in which layers multiply."""
+    """Return the argument for `from_pretrained`; `dtype` is the type that layers multiply in."""
     try:
         importlib.import_module("bitsandbytes")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The inference model parts: (images, prompts) -> answers."""
+"""Inference model components: (images, prompts) -> answers."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -27,14 +27,14 @@ def generate(
     top_k: int = 50,
     repetition_penalty: float = 1.0,
 ) -> list[dict[str, Any]] | Iterator[tuple[int, dict[str, Any]]]:
-    """The library's generate in batches with left padding, for text and images.
+    """transformers' generate in left-padded batches, for text and images.
 
-    A decoding engine (--engine pipeline or vllm) does the same, batching by itself.
+    A decoding engine (--engine pipeline or vllm) does the same with its own batches.
 
     Args:
-        top_p: with a temperature: the likeliest tokens that hold this share.
-        top_k: with a temperature: so many of the likeliest tokens.
-        repetition_penalty: above 1 makes tokens that were there before less likely.
+        top_p: probability of the likeliest tokens that are sampled from, with a temperature.
+        top_k: number of the likeliest tokens that are sampled from, with a temperature.
+        repetition_penalty: above 1, earlier tokens become less likely.
     """
     from stageline.inference import generation
 
@@ -73,7 +73,7 @@ def engine_answers(
     from stageline.inference.generation import encode_prompts, failed_answer
 
     tokenizer = get_tokenizer(processor)
-    # an engine that has image processors of its own says how it wants a prompt
+    # an engine with its own image processors defines the form of a prompt
     own = getattr(engine, "encode", None)
 
     def request(place: int, prompt: Rendered, row: Any) -> Request:

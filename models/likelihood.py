@@ -1,4 +1,4 @@
-"""The model parts that generate nothing: likelihoods of given answers, and of whole texts."""
+"""Model components without generation: likelihoods of given answers, and of whole texts."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -26,12 +26,13 @@ def loglikelihood(
     overlong: Literal["error", "cut"] = "error",
     **generation: object,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """How likely each choice of a sample is after its prompt; the likeliest one is the answer.
+    """Log-likelihood of each choice after the prompt; the likeliest choice is the answer.
 
     Args:
-        continuations: what is scored: the texts of `choices`, their letters, or the `answer`.
-        delimiter: stands between prompt and continuation; default: a space, in a chat nothing.
-        overlong: a prompt with more tokens than the model reads is refused, or loses its beginning.
+        continuations: scored texts: those of `choices`, their letters, or the `answer`.
+        delimiter: text between prompt and continuation; default: a space, in a chat none.
+        overlong: prompts with more tokens than the model reads: error = refuse, cut = drop the
+            beginning.
     """
     from stageline.inference.generation import (
         choice_result,
@@ -67,11 +68,11 @@ def perplexity(
     stride: int | None = None,
     **generation: object,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """How likely whole texts are, each token once; long ones in windows that may overlap.
+    """Log-likelihood of whole texts, each token once; long texts in windows that may overlap.
 
     Args:
-        max_length: tokens that the model reads at once; default: all that it can.
-        stride: new tokens of each window but the first; fewer give each more context.
+        max_length: window, in tokens; default: the longest that the model reads.
+        stride: new tokens of each window but the first; fewer = more context for each.
             Default: max_length.
     """
     from stageline.inference.generation import longest_row, text_result, text_rows, text_tokens
@@ -79,8 +80,8 @@ def perplexity(
     _needs_tokens(processor, "perplexity")
     if any(images):
         raise UserError(
-            "--model perplexity came with a dataset of pictures. Texts alone were expected, "
-            "because it scores all of a text: take --model loglikelihood for answers."
+            "--model perplexity scores whole texts, and the dataset has pictures. Use --model "
+            "loglikelihood to score answers."
         )
     length = _window(longest_row(model), max_length, stride)
     rows_of: list[list[Any]] = []
@@ -98,7 +99,7 @@ def perplexity(
 def _scored(
     model: Any, processor: Any, rows_of: Sequence[Sequence[Any]], batch_size: int
 ) -> Iterator[tuple[int, Any]]:
-    """(sample, scores of its rows), as they come."""
+    """Yield (sample, scores of its rows) as they are computed."""
     from stageline.inference.generation import as_they_are_whole, score_rows
 
     rows = [row for own in rows_of for row in own]
@@ -129,12 +130,12 @@ def _window(longest: int | None, wanted: int | None, stride: int | None) -> int:
     if length is None or length < 1 or (longest is not None and length > longest):
         known = f"{longest} tokens at once" if longest else "texts of no given length"
         raise UserError(
-            f"--model.max_length {wanted} came, and the model reads {known}. Give a number of "
-            "tokens that it can read."
+            f"--model.max_length {wanted} is out of range: the model reads {known}. Give a number "
+            "of tokens that it can read."
         )
     if stride is not None and not 1 <= stride <= length:
         raise UserError(
-            f"--model.stride {stride} came with windows of {length} tokens, and each token is "
+            f"--model.stride {stride} does not fit windows of {length} tokens, since each token is "
             f"scored once. Give a number from 1 to {length}."
         )
     return length
@@ -143,6 +144,6 @@ def _window(longest: int | None, wanted: int | None, stride: int | None) -> int:
 def _needs_tokens(processor: Any, key: str) -> None:
     if processor is None:
         raise UserError(
-            f"--model {key} came with a model elsewhere, and a chat endpoint does not tell the "
+            f"--model {key} does not go with a remote model: a chat endpoint returns no "
             "likelihoods of given tokens. Use --engine device_map or pipeline."
         )

@@ -1,4 +1,4 @@
-"""Models behind an OpenAI-style endpoint: a builder part, and two model parts that ask it.
+"""Models behind an OpenAI-style endpoint: a builder and two model components.
 
 `remote` sends many requests at once, paced, tried again and counted; `batch_file` writes them to
 files for an offline batch API.
@@ -17,7 +17,7 @@ from stageline.data.text.rendered import Rendered
 from stageline.errors import DataError, RemoteError, UserError
 from stageline.inference.remote import Endpoint, messages_of, send, tools_of
 
-# options that change no answer: with other values predictions are gone on with
+# options that change no answer: predictions continue with other values of these
 OF_THE_WAY = ("api_key_env", "timeout", "max_retries", "requests_per_minute")
 PRICES = ("input_price", "output_price")
 FILES = ("requests_path", "answers_path")
@@ -85,18 +85,18 @@ def remote(
     send_temperature: bool = True,
     extra: dict[str, Any] | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Ask the endpoint, many at once; answers are kept as they come.
+    """Requests to the endpoint, in parallel; answers are kept as they arrive.
 
     Args:
-        concurrency: requests on their way at a time; --batch-size is how many are prepared.
-        max_image_side: scale larger pictures down to so many pixels.
-        max_tokens_field: what the endpoint calls the longest answer.
-        send_temperature: some reasoning models refuse temperature and seed.
+        concurrency: requests under way at a time; --batch-size of them are prepared.
+        max_image_side: longest side of a picture, in pixels; larger ones are scaled down.
+        max_tokens_field: name of the field for the longest answer at the endpoint.
+        send_temperature: send temperature and seed, which some reasoning models refuse.
         extra: further fields of the request, such as {"top_p": 0.9}.
 
     Yields:
-        (place, answer) as answers come: text, finish_reason, usage and the model's full name; or
-        `error` alone, where one request failed for good.
+        (place, answer) as answers arrive: text, finish_reason, usage and the model's full name; or
+        only `error`, where one request failed for good.
 
     Raises:
         UserError: a wrong key, URL or model name, with which all requests would fail.
@@ -131,7 +131,7 @@ def remote(
         for done in as_completed(waiting):
             try:
                 answer = done.result()
-            except Exception as error:  # of the package, or of what it builds on
+            except Exception as error:  # the package and its dependencies raise many types
                 what = f"{type(error).__name__}: {str(error)[:500]}"
                 if isinstance(error, hopeless):
                     raise UserError(
@@ -209,14 +209,14 @@ def batch_file(
     send_temperature: bool = True,
     extra: dict[str, Any] | None = None,
 ) -> list[dict[str, Any] | None]:
-    """Writes requests for an offline batch API; run again with its answers.
+    """Files of requests for an offline batch API; run again with its answers.
 
     Args:
-        requests_path: folder of the .jsonl files to hand in.
-        answers_path: the .jsonl file that came back, or a folder of such.
-        max_image_side: scale larger pictures down to so many pixels.
-        max_tokens_field: what the endpoint calls the longest answer.
-        send_temperature: some reasoning models refuse temperature and seed.
+        requests_path: folder of the .jsonl files to submit.
+        answers_path: returned .jsonl file, or a folder of them.
+        max_image_side: longest side of a picture, in pixels; larger ones are scaled down.
+        max_tokens_field: name of the field for the longest answer at the endpoint.
+        send_temperature: send temperature and seed, which some reasoning models refuse.
         extra: further fields of the request, such as {"top_p": 0.9}.
     """
     bodies = request_bodies(
@@ -243,19 +243,19 @@ def body_key(body: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-# Files of requests for offline batch APIs, and the files of answers that come back: one JSON object
-# a line, {"custom_id", "method", "url", "body"}. The id is a hash of the request, so no answer is
+# Files of requests for offline batch APIs, and returned files of answers, have one JSON object a
+# line, {"custom_id", "method", "url", "body"}. The id is a hash of the request, so no answer is
 # taken for another question's.
 URL = "/v1/chat/completions"
-MAX_REQUESTS = 50_000  # of one file; what the maker of the format takes
-MAX_BYTES = 190 * 2**20  # it takes 200 MB
+MAX_REQUESTS = 50_000  # OpenAI accepts no more in one file
+MAX_BYTES = 190 * 2**20  # OpenAI accepts 200 MB
 
 
 class RequestFiles:
     """Appends requests to requests-00001.jsonl and further files; each request once.
 
     Args:
-        folder: where they lie; requests of an earlier, stopped run are kept.
+        folder: folder of these files; requests of an earlier, stopped run are kept.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class RequestFiles:
         self._number, self._num_lines = 1, 0
         for number, path in enumerate(self.paths(), 1):
             content = path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]  # a run that was killed tears the last line
+            whole = content[: content.rfind(b"\n") + 1]  # a killed run leaves a torn last line
             if whole != content:
                 path.write_bytes(whole)
             lines = whole.decode("utf-8").splitlines()
@@ -280,11 +280,11 @@ class RequestFiles:
             self._number, self._num_lines = number, len(lines)
 
     def paths(self) -> list[Path]:
-        """The files in order."""
+        """Return the files in order of their numbers."""
         return sorted(self.folder.glob("requests-*.jsonl"))
 
     def add(self, bodies: list[dict[str, Any]]) -> None:
-        """Writes those that are not there yet."""
+        """Write the requests that are not in the files yet."""
         for body in bodies:
             key = body_key(body)
             if key in self.written:
@@ -313,7 +313,7 @@ def read_answers(path: str | Path) -> dict[str, dict[str, Any]]:
 
     Raises:
         UserError: there is no such file.
-        DataError: a line is no answer; names file and line.
+        DataError: a line is not an answer; the error names file and line.
     """
     place = Path(path).expanduser()
     files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
@@ -337,9 +337,9 @@ def read_answers(path: str | Path) -> dict[str, dict[str, Any]]:
                     found[row["custom_id"]] = _answer(response["body"])
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 raise DataError(
-                    f"{file}:{number}: this is no answer of a batch API ({type(error).__name__}: "
-                    f"{error}). Give the file as it was downloaded: objects with custom_id and "
-                    "response.body.choices."
+                    f"{file}:{number}: this is not an answer of a batch API "
+                    f"({type(error).__name__}: {error}). Give the file as it was downloaded: "
+                    "objects with custom_id and response.body.choices."
                 ) from error
     return found
 

@@ -1,4 +1,4 @@
-"""The options of what answers: evaluate, infer, chat and lm_eval, and where their model lies."""
+"""Options of the commands that answer: evaluate, infer, chat and lm_eval."""
 
 import functools
 from collections.abc import Mapping
@@ -13,18 +13,16 @@ from options.train import PROVE_HELP, MachineOptions, SharedOptions
 _adapter_paths = functools.partial(
     option,
     None,
-    "LoRA adapters in peft's format, folders or hub names (owner/name[@revision]), merged in turn",
+    "LoRA adapters in peft's format: folders or hub names (owner/name[@revision]), merged in order",
     is_path=True,
     takes_name=True,
 )
-_adapter_weights = functools.partial(option, None, "share of each adapter; default: 1")
+_adapter_weights = functools.partial(option, None, "weight of each adapter; default: 1")
 _num_devices = functools.partial(
-    side_option, None, "devices of the model; default: all", at_least=1, to="builder"
+    side_option, None, "number of devices of the model; default: all", at_least=1, to="builder"
 )
 _longest_answer = functools.partial(option, help_text="longest answer, in tokens", at_least=1)
-_temperature = functools.partial(
-    option, 0.0, "temperature of sampling (0 = the likeliest token)", at_least=0
-)
+_temperature = functools.partial(option, 0.0, "sampling temperature (0 = greedy)", at_least=0)
 
 
 class DecodeOptions(Options):
@@ -34,34 +32,36 @@ class DecodeOptions(Options):
         None, "stages, one process and device each; default: all GPUs, 1 on the CPU", at_least=1
     )
     partition: list[int] | None = side_option(
-        None, "layers of each stage, 12,10; default: equal times of a decoding step"
+        None, "layers of each stage, such as 12,10; default: equal times of a decoding step"
     )
     prove_split: Literal["auto", "always", "never"] = side_option("auto", PROVE_HELP)
     train_model: str | None = side_option(
-        None, "key of the train_model component; default: that of the architecture"
+        None, "train_model component; default: that of the architecture"
     )
-    max_running: int = side_option(64, "sequences that are answered at a time", at_least=1)
+    max_running: int = side_option(64, "sequences decoded at a time", at_least=1)
     num_groups: int | None = side_option(
-        None, "groups of these; default: one a stage, fewer below 8 sequences a group", at_least=1
+        None,
+        "groups of sequences; default: one per stage, fewer below 8 sequences a group",
+        at_least=1,
     )
     prefill_tokens: int | None = side_option(
-        None, "prompt tokens of one pass; default: 2048, on a GPU up to 16384", at_least=1
+        None, "prompt tokens per pass; default: 2048, on a GPU up to 16384", at_least=1
     )
     max_length: int | None = option(
-        None, "longest prompt with its answer, in tokens; default: the model's", at_least=2
+        None, "max length of prompt and answer, in tokens; default: the model's", at_least=2
     )
     cache_gib: float | None = side_option(
         None,
-        "memory of keys and values on each device, in GiB; default: 0.8 of what is free on a GPU, "
-        "0.25 of the host's free memory",
+        "memory of the KV cache on each device, in GiB; default: 0.8 of the free memory of a GPU, "
+        "0.25 of the host's",
         at_least=0,
     )
     merge_adapters: bool = side_option(
-        False, "add adapters to the weights: fewer operations, other rounding"
+        False, "merge adapters into the weights (fewer operations, other rounding)"
     )
 
 
-# keys of an engine where none are given
+# default keys of an engine
 ENGINE_KEYS = {"builder": "auto", "model": "generate"}
 API_KEYS = {"builder": "remote", "model": "remote"}
 
@@ -71,11 +71,11 @@ class EngineOptions(DecodeOptions):
 
     engine: Literal["device_map", "pipeline", "vllm", "api"] = option(
         "device_map",
-        "device_map = one process over all devices, pipeline = a process a stage, vllm = an "
+        "device_map = one process over all devices, pipeline = one process per stage, vllm = an "
         "exported folder in vLLM, api = a model behind an endpoint (--builder.name)",
     )
     num_replicas: int | None = side_option(
-        None, "copies of the model; default: pipelines for all GPUs, else 1", at_least=1
+        None, "copies of the model; default: as many pipelines as the GPUs hold, else 1", at_least=1
     )
 
 
@@ -107,10 +107,10 @@ def check_engine(run: EngineOptions) -> None:
 
 
 class RowSize(Options):
-    """A row, for --plan and the cut"""
+    """Row that --plan and the split assume"""
 
-    length: int = side_option(2048, "tokens of the longest prompt with its answer", at_least=2)
-    images: int = side_option(1, "images of it (tiles count each)", at_least=0)
+    length: int = side_option(2048, "longest prompt with its answer, in tokens", at_least=2)
+    images: int = side_option(1, "images of the row (each tile counts)", at_least=0)
 
 
 class PlacementOptions(Options):
@@ -118,22 +118,22 @@ class PlacementOptions(Options):
 
     visual_gpu_ratio: float | None = side_option(
         None,
-        "share of the first device that the vision tower takes, from 1 on all of it, and layers "
-        "are dealt out by number; default: by measured bytes",
+        "share of the first device for the vision tower (1 or more = all of it), with layers "
+        "split by number; default: by measured bytes",
         at_least=0,
         to="train_model builder",
     )
     plan: bool = option(
-        False, "print what is placed on which device, load nothing, and stop", is_saved=False
+        False, "print the device of each layer and stop, without loading", is_saved=False
     )
     device_memory: list[str] | None = side_option(
-        None, "free memory of each device, 24GiB,48GiB, or of all, 24GiB; default: measured"
+        None, "free memory of each device, such as 24GiB,48GiB, or of all; default: measured"
     )
     plan_for: RowSize = mapping(RowSize)
 
 
 def device_memory(run: Any) -> tuple[int, ...] | None:
-    """Return the bytes of each device; None where the devices are to be asked."""
+    """Return the bytes of each device; None = measure the devices."""
     if not run.device_memory:
         return None
     try:
@@ -153,7 +153,7 @@ class ModelOptions(MachineOptions):
     """Model"""
 
     model_path: str | None = option(
-        None, "folder of a model, adapter or checkpoint, or hub name", is_path=True, takes_name=True
+        None, "model, adapter or checkpoint: a folder or hub name", is_path=True, takes_name=True
     )
     adapter_path: list[str] | None = _adapter_paths()
 
@@ -172,20 +172,18 @@ class AnswerOptions(Options):
 
     adapter_path: list[str] | None = _adapter_paths()
     adapter_weights: list[float] | None = _adapter_weights()
-    batch_size: int = side_option(8, "samples generated together", at_least=1)
+    batch_size: int = side_option(8, "samples per batch", at_least=1)
     max_new_tokens: int = _longest_answer(64, to="model")
     temperature: float = _temperature(to="model")
     num_devices: int | None = _num_devices()
-    limit: int | None = side_option(
-        None, "first samples that are answered; default: all", at_least=1
-    )
+    limit: int | None = side_option(None, "number of first samples; default: all", at_least=1)
 
 
 class EvaluateConfig(PlacementOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions):
     """Evaluation"""
 
     num_fewshot: int = option(
-        0, "solved samples before each question: turns of a chat, or filled templates", at_least=0
+        0, "solved samples before each question, as chat turns or filled templates", at_least=0
     )
     fewshot: FewshotSettings = mapping(FewshotSettings)
     compare_with: str | None = side_option(
@@ -199,16 +197,16 @@ class EvaluateConfig(PlacementOptions, EngineOptions, AnswerOptions, ImageOption
 
 
 class InferConfig(PlacementOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions):
-    """What is asked; one of --prompts, --text and --dataset"""
+    """Prompts: one of --prompts, --text and --dataset"""
 
     prompts: str | None = side_option(
-        None, "file of prompts: one a line (.txt), or rows (.jsonl, .json)", is_path=True
+        None, "file of prompts: one per line (.txt), or rows (.jsonl, .json)", is_path=True
     )
     text: list[str] | None = side_option(
-        None, "a prompt; repeat it for more, or give a list in a config file"
+        None, "prompt; repeat the option for more, or give a list in a config file"
     )
     print_answers: int = side_option(
-        20, "most answers that are printed; more are only in the file", at_least=0
+        20, "number of answers that are printed; all are in the file", at_least=0
     )
     skip_bad_rows: int = side_option(0, BAD_ROWS, at_least=0)
     output_dir: str = side_option("runs/infer", "folder of predictions.jsonl", is_output=True)
@@ -231,27 +229,27 @@ class ChatSettings(Options):
     max_new_tokens: int = _longest_answer(512)
     temperature: float = _temperature()
     top_p: float = option(
-        1.0, "probability of the likeliest tokens that are sampled from", at_least=0, at_most=1
+        1.0, "probability mass of the tokens that are sampled from (1 = all)", at_least=0, at_most=1
     )
-    top_k: int = option(50, "number of the likeliest tokens that are sampled from", at_least=0)
+    top_k: int = option(50, "number of likeliest tokens to sample from (0 = all)", at_least=0)
     repetition_penalty: float = option(
-        1.0, "above 1, tokens that were there become less likely", at_least=0.01
+        1.0, "penalty of earlier tokens (1 = off, above 1 = less likely)", at_least=0.01
     )
-    seed: int = option(0, "seed of sampling", at_least=0, at_most=10**12)
+    seed: int = option(0, "sampling seed", at_least=0, at_most=10**12)
 
 
 class ChatConfig(ChatSettings, PlacementOptions, ModelOptions):
-    """Chat, with a model here or a server that answers"""
+    """Chat with a model or a server"""
 
     server: str | None = option(
         None,
-        "address of a server with OpenAI's API, http://127.0.0.1:8000",
+        "address of a server with OpenAI's API, such as http://127.0.0.1:8000",
         excludes=("--model-path",),
     )
     server_model: str | None = option(
-        None, "name of the model there; default: the first of its list", needs=("--server URL",)
+        None, "name of the server's model; default: the first of its list", needs=("--server URL",)
     )
-    api_key_env: str = option("OPENAI_API_KEY", "environment variable of the server's key")
+    api_key_env: str = option("OPENAI_API_KEY", "environment variable with the server's API key")
     adapter_weights: list[float] | None = _adapter_weights()
     num_devices: int | None = _num_devices()
 
@@ -260,47 +258,45 @@ class HarnessSettings(Options):
     """Settings of lm_eval itself"""
 
     include_path: str | None = option(
-        None, "folder of your own tasks (YAML), which come before those of lm_eval", is_path=True
+        None, "folder of your own tasks (YAML), which precede those of lm_eval", is_path=True
     )
-    apply_chat_template: bool = option(False, "ask in the chat template of the model")
+    apply_chat_template: bool = option(False, "apply the model's chat template")
     system_instruction: str | None = option(None, "system message")
     fewshot_as_multiturn: bool = option(
-        True, "with the chat template: examples as earlier turns, not as one text"
+        True, "with the chat template, examples as earlier turns, not as one text"
     )
     gen_kwargs: str | None = option(
-        None, "in place of the tasks' own: do_sample=True,temperature=0.7,max_gen_toks=64"
+        None, "generation settings in place of the tasks', such as do_sample=True,temperature=0.7"
     )
     add_bos_token: bool | None = option(
-        None, "BOS in front of each text; default: as the tokenizer does"
+        None, "add BOS in front of each text; default: as the tokenizer does"
     )
-    confirm_run_unsafe_code: bool = option(False, "run tasks that execute what the model wrote")
+    confirm_run_unsafe_code: bool = option(False, "run tasks that execute the model's code")
     log_samples: bool = option(
-        False, "write each question with its answer too", needs=("--output-path FOLDER",)
+        False, "write each question with its answer", needs=("--output-path FOLDER",)
     )
 
 
 class LmEvalConfig(DecodeOptions, ModelOptions):
     """Tasks of lm_eval"""
 
-    tasks: str | None = option(None, "names of tasks, groups or tags, between commas")
+    tasks: str | None = option(None, "comma-separated names of tasks, groups or tags")
     num_fewshot: int | None = option(
         None, "examples before each question; default: the task's", at_least=0
     )
     limit: float | None = option(
-        None, "questions of each task, or below 1 their share; default: all", at_least=0
+        None, "questions per task, below 1 as a share; default: all", at_least=0
     )
     lm_eval: HarnessSettings = mapping(HarnessSettings)
     output_path: str | None = option(
         None, "folder of results_DATE.json, as lm_eval writes it", is_output=True
     )
     seed: int = option(0, "seed of sampled answers", at_least=0, at_most=10**12)
-    check_only: bool = option(
-        False, "check everything that can be checked, then stop", is_saved=False
-    )
+    check_only: bool = option(False, "check all options and files, then stop", is_saved=False)
 
     @property
     def task_names(self) -> list[str]:
-        """The names of --tasks."""
+        """Return the names of --tasks."""
         return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
 
 

@@ -35,9 +35,9 @@ def program_name() -> str:
 
 
 _STR, _FLOAT = "tag:yaml.org,2002:str", "tag:yaml.org,2002:float"
-# what YAML reads from a word without quotes
+# types that YAML gives to words without quotes
 _PLAIN = [f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "timestamp")]
-# of YAML 1.1: 010 is 8 and 1:30 is 90, and a number without a dot, 1e-4, is text
+# YAML 1.1 reads 010 as 8, 1:30 as 90, and a number without a dot, 1e-4, as text
 _NO_NUMBER = re.compile(r"[-+]?0[0-9_]+|.*:.*")
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
@@ -83,7 +83,13 @@ def read_options(text: str) -> tuple[Any, dict[str, int]]:
                 lines[str(key.value)] = key.start_mark.line + 1
                 # as typed until its option's type is known: 1.50 may be a name
                 if value.tag in _PLAIN and value.style is None:
+<<<<<<< HEAD
                     value.tag = _STR
+=======
+                    value.tag = (
+                        _STR  # stays text until its option's type is known: 1.50 may be a name
+                    )
+>>>>>>> h-e4
         return (None if node is None else loader.construct_document(node)), lines
     finally:
         loader.dispose()
@@ -168,7 +174,8 @@ def read_config(path: str | Path, names: Iterable[str] = ()) -> list[Given]:
         first = found.setdefault(item.name, item)
         if first is not item:
             raise OptionError(
-                f"{spelled(item.name)} came twice, in {first.origin} and {item.origin}. Drop one."
+                f"{spelled(item.name)} is given twice, in {first.origin} and {item.origin}. Drop "
+                "one."
             )
     return list(found.values())
 

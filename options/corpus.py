@@ -1,4 +1,4 @@
-"""The options of corpus.py, a class an action; the names are those of the founding notes."""
+"""Options of corpus.py, one class per action."""
 
 import difflib
 import functools
@@ -10,8 +10,8 @@ from options.command_line import by_name, read_config, read_words
 from options.data import CorpusRunOptions
 from options.fields import OptionError, Options, option, spelled
 
-PREFIX = "path of a corpus without its suffix (.bin, .idx ...)"
-TOKENIZER = "folder with a tokenizer, its tokenizer.json, or hub name (owner/name[@revision])"
+PREFIX = "path of a corpus without suffix (.bin, .idx ...)"
+TOKENIZER = "tokenizer: a folder, tokenizer.json or hub name (owner/name[@revision])"
 
 
 _prefix = functools.partial(option, None, PREFIX, is_output=True, is_needed=True)
@@ -25,8 +25,8 @@ class WriteConfig(Options):
 
     file_path: list[str] | None = option(
         None,
-        "text (.txt, a document a line), .jsonl, .json, .parquet, also .gz .bz2 .zst: files, "
-        "folders or patterns",
+        "input files, folders or patterns: .txt (one document per line), .jsonl, .json, .parquet, "
+        "also .gz .bz2 .zst",
         is_path=True,
         is_pattern=True,
         is_needed=True,
@@ -37,26 +37,22 @@ class WriteConfig(Options):
     )
     tokenizer_path: str | None = _tokenizer(TOKENIZER, is_needed=True)
     encoder: Literal["auto", "tiktoken", "tokenizers"] = option(
-        "auto", "library: auto = tiktoken, several times as fast, where it gives the same ids"
+        "auto", "tokenizing library: auto = tiktoken (faster) where it gives the same ids"
     )
-    do_split_sentences: bool = option(
-        True, "cut long documents between sentences (--language), not anywhere"
-    )
-    do_keep_newlines: bool = option(True, "keep white space with a newline, not make it a space")
+    do_split_sentences: bool = option(True, "cut long documents between sentences")
+    do_keep_newlines: bool = option(True, "keep newlines, not replace them with a space")
     seq_length: int = _row_length(1024, "longest segment, in tokens with BOS and EOS")
     add_bos: bool | None = option(
-        None, "BOS in front of each document; default: where the tokenizer has one"
+        None, "add BOS in front of each document; default: if the tokenizer has one"
     )
     add_eos: bool | None = option(
-        None, "EOS behind each document; default: where the tokenizer has one"
+        None, "add EOS behind each document; default: if the tokenizer has one"
     )
-    num_workers: int | None = option(
-        None, "processes besides this one; default: one a core", at_least=0
-    )
+    num_workers: int | None = option(None, "worker processes; default: one per core", at_least=0)
     executor: Literal["processes", "ray"] = option(
-        "processes", "place of the workers: processes = here, ray = on a Ray cluster"
+        "processes", "workers: processes = on this machine, ray = on a Ray cluster"
     )
-    strict: bool = option(False, "end at the first bad row, not list them in PREFIX.bad.jsonl")
+    strict: bool = option(False, "stop at the first bad row, not list bad rows in PREFIX.bad.jsonl")
     max_document_bytes: int = option(32 * 2**20, "longest row, in bytes", at_least=1)
     overwrite: bool = _overwrite()
 
@@ -64,9 +60,9 @@ class WriteConfig(Options):
 class MergeConfig(Options):
     """Join corpora; equal types become one, others stay apart"""
 
-    merge_path_prefix: list[str] | None = option(None, f"several times: {PREFIX}", is_needed=True)
+    merge_path_prefix: list[str] | None = option(None, f"{PREFIX}; repeat for each", is_needed=True)
     merge_path_type: list[int] | None = option(
-        None, "type of each, a number; equal ones become one type", is_needed=True
+        None, "type number of each corpus; equal numbers become one type", is_needed=True
     )
     new_path_prefix: str | None = _prefix()
     overwrite: bool = _overwrite()
@@ -77,20 +73,20 @@ class ReadConfig(Options):
 
     read_path_prefix: str | None = _prefix()
     tokenizer_path: str | None = _tokenizer(
-        f"{TOKENIZER}; without it ids are printed, and --text tries where it was at the build"
+        f"{TOKENIZER}; default: print ids, or with --text use the tokenizer of the build"
     )
-    text: bool = option(False, "write the documents back as lines, whole")
+    text: bool = option(False, "write whole documents, one per line")
     json: bool | None = option(
-        None, 'with --text: lines are {"text": ...}; default: unless all was made of text files'
+        None, 'with --text, write lines {"text": ...}; default: unless the inputs were text files'
     )
     output_path: str | None = option(
-        None, "with --text: a new file; default: the standard output", is_output=True
+        None, "with --text, new file; default: standard output", is_output=True
     )
-    start: int = option(0, "first segment, or with --text document", at_least=0)
+    start: int = option(0, "first segment, or with --text first document", at_least=0)
     limit: int | None = option(
-        None, "number of them; default: 10 segments, or with --text all documents", at_least=1
+        None, "number to show; default: 10 segments, or with --text all documents", at_least=1
     )
-    type: int | None = option(None, "number of the only type to show", at_least=0)
+    type: int | None = option(None, "type number to show; default: all types", at_least=0)
 
 
 class RemoveConfig(Options):
@@ -98,10 +94,13 @@ class RemoveConfig(Options):
 
     read_data_path_prefix: str | None = _prefix()
     write_data_path_prefix: str | None = option(
-        None, "the new corpus: path without suffix", is_output=True, is_needed=True
+        None, "path of the new corpus without suffix", is_output=True, is_needed=True
     )
     remove_idx_path: str | None = option(
-        None, "file of find-trained (.npy), or text, a number a line", is_path=True, is_needed=True
+        None,
+        "numbers from find-trained (.npy), or text, one per line",
+        is_path=True,
+        is_needed=True,
     )
     overwrite: bool = _overwrite()
 
@@ -111,7 +110,7 @@ class StatsConfig(Options):
 
     read_path_prefix: str | None = _prefix()
     plot_path: str | None = option(
-        None, "picture of the lengths; default: PREFIX.stats.png", is_output=True
+        None, "file of the length histogram; default: PREFIX.stats.png", is_output=True
     )
     json: bool = option(False, "print the figures as JSON")
 
@@ -120,7 +119,7 @@ class VerifyConfig(Options):
     """Check all sums and counts of the files"""
 
     read_path_prefix: str | None = _prefix()
-    tokenizer_path: str | None = _tokenizer(f"{TOKENIZER}, to compare with that of the corpus")
+    tokenizer_path: str | None = _tokenizer(f"{TOKENIZER}, compared with that of the corpus")
 
 
 class PackConfig(Options):
@@ -128,7 +127,7 @@ class PackConfig(Options):
 
     read_path_prefix: str | None = _prefix()
     seq_length: int | None = _row_length(
-        None, "tokens of a row; default: those of the longest segment"
+        None, "row length, in tokens; default: the longest segment"
     )
     overwrite: bool = option(False, "replace packed rows of another length")
 
@@ -138,11 +137,11 @@ class ConvertConfig(Options):
 
     read_path_prefix: str | None = _prefix()
     new_path_prefix: str | None = option(
-        None, "the copy, in the other form", is_output=True, is_needed=True
+        None, "path of the converted copy without suffix", is_output=True, is_needed=True
     )
     tokenizer_path: str | None = _tokenizer(f"of Megatron-core's files: {TOKENIZER}")
     seq_length: int | None = _row_length(
-        None, "longest sequence of Megatron-core's files that is not cut; default: any"
+        None, "longest uncut sequence of Megatron-core's files, in tokens; default: any"
     )
     language: str = option("unknown", "language of Megatron-core's files, for the header")
     overwrite: bool = _overwrite()
@@ -152,20 +151,20 @@ class FindTrainedConfig(CorpusRunOptions):
     """List the segments that a training run has read"""
 
     run_path: str | None = option(
-        None, "run folder, or one checkpoint of it, which gives the other options", is_path=True
+        None, "run folder or checkpoint, from which the other options are read", is_path=True
     )
     read_path_prefix: str | None = _prefix()
     save_path: str | None = option(
-        None, "new file of numbers of segments (.npy, else text)", is_output=True, is_needed=True
+        None, "new file of segment numbers (.npy, else text)", is_output=True, is_needed=True
     )
     steps: int | None = option(
-        None, "optimizer steps done; default: those of the checkpoint", at_least=0
+        None, "number of optimizer steps; default: those of the checkpoint", at_least=0
     )
-    epoch: int | None = option(None, "only this epoch, from 0; default: all", at_least=0)
-    batch_size: int | None = option(None, "rows of a batch, per replica", at_least=1)
-    accumulate_steps: int = option(1, "batches of an optimizer step", at_least=1)
-    dp_degree: int = option(1, "replicas", at_least=1)
-    seed: int = option(0, "of the run", at_least=0, at_most=10**12)
+    epoch: int | None = option(None, "single epoch, counted from 0; default: all", at_least=0)
+    batch_size: int | None = option(None, "rows per batch and replica", at_least=1)
+    accumulate_steps: int = option(1, "batches per optimizer step", at_least=1)
+    dp_degree: int = option(1, "number of replicas", at_least=1)
+    seed: int = option(0, "seed of the run", at_least=0, at_most=10**12)
 
 
 # action -> its options
@@ -188,7 +187,7 @@ KEYS: dict[str, dict[str, str | None]] = {
 
 
 def split_action(words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the action and the other words; the notes' --mode=write is the word write."""
+    """Return the action and the other words; --mode=write is the same as the word write."""
     if words and not words[0].startswith("-"):
         return words[0], words[1:]
     for place, word in enumerate(words):
@@ -200,7 +199,7 @@ def split_action(words: list[str]) -> tuple[str | None, list[str]]:
 
 
 def overview() -> str:
-    """Return all actions, a line each."""
+    """Return all actions, one line each."""
     lines = "\n".join(f"  {name:<14}{config.__doc__}" for name, config in ACTIONS.items())
     return (
         f"usage: corpus.py ACTION [options]\n\n{lines}\n\n"

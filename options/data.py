@@ -1,40 +1,42 @@
-"""The options about data: rows, batches, images, corpora, examples and reports."""
+"""Options of data: rows, batches, images, corpora, examples and reports."""
 
 from typing import Any, Literal
 
 from options.fields import OptionError, Options, free_option, mapping, option, side_option
 
-BAD_ROWS = "bad rows that may be left out (listed in bad_rows.jsonl); one more ends the run"
+BAD_ROWS = "most bad rows that are left out (listed in bad_rows.jsonl); one more ends the run"
 
 
 class RowSettings(Options):
     """Rows of a batch"""
 
     order: Literal["sorted", "given"] = option(
-        "sorted", "sorted = like lengths share a micro-batch, given = as drawn", resume="steps"
+        "sorted",
+        "order: sorted = like lengths share a micro-batch, given = as drawn",
+        resume="steps",
     )
     last: Literal["drop", "pad"] = option(
-        "drop", "last rows of an epoch: drop = leave out, pad = fill the step with first rows"
+        "drop", "last rows of an epoch: drop = leave out, pad = add the epoch's first rows"
     )
     pad_to_multiple_of: int = option(
-        1, "multiple that row lengths are rounded up to, within --max-token-num", at_least=1
+        1, "row lengths are rounded up to a multiple of this, up to --max-token-num", at_least=1
     )
 
 
 class BatchOptions(Options):
     """Data and batches"""
 
-    batch_size: int = free_option(16, "samples of one schedule step, per replica", at_least=1)
+    batch_size: int = free_option(16, "samples per schedule step and replica", at_least=1)
     micro_batch_size: int = option(
-        2, "rows of a micro-batch (mean of sorted ones)", at_least=1, resume="steps"
+        2, "samples per micro-batch (an average when length-sorted)", at_least=1, resume="steps"
     )
-    accumulate_steps: int = free_option(1, "batches of one optimizer step", at_least=1)
-    max_token_num: int = option(512, "longest sample, in tokens", at_least=1)
-    packing: bool = option(False, "several separate samples in a row of --max-token-num tokens")
+    accumulate_steps: int = free_option(1, "batches per optimizer step", at_least=1)
+    max_token_num: int = option(512, "max length of a sample, in tokens", at_least=1)
+    packing: bool = option(False, "pack separate samples into rows of --max-token-num tokens")
     rows: RowSettings = mapping(RowSettings)
     skip_bad_rows: int = option(0, f"{BAD_ROWS}; all are read before the first step", at_least=0)
     preview: int = free_option(
-        0, "training samples to show first, tokens in the loss coloured (0 = none)", at_least=0
+        0, "training samples to print first, tokens in the loss colored (0 = none)", at_least=0
     )
 
 
@@ -63,16 +65,16 @@ class ImageSettings(Options):
     )
     min_pixels: int | None = option(None, "least pixels of an enlarged image (Qwen-VL)", at_least=1)
     max_pixels: int | None = option(None, "most pixels of a scaled image (Qwen-VL)", at_least=1)
-    # Pillow takes more than this for an attack
+    # Pillow treats more than at_most as an attack
     pixel_limit: int = free_option(
         50_000_000, "most pixels of an image", at_least=1, at_most=178_000_000, shapes_answers=False
     )
     max_count: int | None = free_option(
-        None, "most images of a sample; default: any number", at_least=1, shapes_answers=False
+        None, "most images of a sample; default: no limit", at_least=1, shapes_answers=False
     )
 
     def tiling(self) -> dict[str, int | None]:
-        """Return what the processor does with images; None leaves it its own way."""
+        """Return the tiling settings of the processor; None keeps its own."""
         others = ("pixel_limit", "max_count")
         return {name: value for name, value in vars(self).items() if name not in others}
 
@@ -103,30 +105,30 @@ class CorpusRunOptions(Options):
 
     global_batch_distributed: list[int] | None = option(
         None,
-        "rows of each type in a global batch, 64,64; default: in proportion to the types' sizes",
+        "rows of each type in a global batch, such as 64,64; default: in proportion to the sizes",
         excludes=("--mixture-weights",),
         to="dataset?",
     )
     mixture_weights: list[float] | None = option(
-        None, "shares of the types in all rows that are drawn, 0.7,0.3", to="dataset?"
+        None, "share of each type in the drawn rows, such as 0.7,0.3", to="dataset?"
     )
     drop_mode: str | None = option(
         None,
-        "end of an epoch and what fills it: first_ends_drop (0, the default), first_ends_fill "
+        "end of an epoch, and its last batch: first_ends_drop (0, the default), first_ends_fill "
         "(1), last_ends_drop (2), last_ends_fill (3)",
         to="dataset?",
     )
 
 
 class FewshotSettings(Options):
-    """Draw of the examples in the prompt"""
+    """Examples in the prompt"""
 
     split: Literal["train", "test"] = option(
         "train", "split of the examples; a sample is never its own", needs=("--num-fewshot 2",)
     )
     seed: int = option(0, "seed of the draw", at_least=0, needs=("--num-fewshot 2",))
     per_sample: bool = option(
-        False, "draw again for each sample, not once for all", needs=("--num-fewshot 2",)
+        False, "draw examples for each sample, not once for all", needs=("--num-fewshot 2",)
     )
 
 
@@ -134,6 +136,6 @@ class BootstrapSettings(Options):
     """Bootstrap intervals of the report"""
 
     resamples: int = side_option(
-        10_000, "draws of an interval (0 = none)", at_least=0, at_most=1_000_000
+        10_000, "bootstrap draws per interval (0 = off)", at_least=0, at_most=1_000_000
     )
-    seed: int = side_option(0, "seed of these draws", at_least=0)
+    seed: int = side_option(0, "seed of the draws", at_least=0)

@@ -1,4 +1,4 @@
-"""The options of export.py."""
+"""Options of export.py."""
 
 from typing import Literal
 
@@ -11,20 +11,20 @@ class ExportConfig(Options):
     model_path: str | None = option(
         None, "checkpoint, model or hub name", is_path=True, takes_name=True, is_needed=True
     )
-    output_path: str | None = option(None, "new folder", is_output=True, is_needed=True)
-    merge: bool = option(False, "add an adapter to its base, not keep it for peft")
+    output_path: str | None = option(None, "folder to create", is_output=True, is_needed=True)
+    merge: bool = option(False, "merge the adapter into its base, not export it in peft's format")
     adapter_path: list[str] | None = option(
-        None, "adapters to add in turn, folders or hub names", is_path=True, takes_name=True
+        None, "adapters to merge in order: folders or hub names", is_path=True, takes_name=True
     )
     adapter_weights: list[float] | None = option(
-        None, "share of each adapter; default: 1", needs=("--adapter-path FOLDER",)
+        None, "weight of each adapter; default: 1", needs=("--adapter-path FOLDER",)
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "type of the weights (auto = as they are)"
+        "auto", "dtype of the weights (auto = unchanged)"
     )
-    max_shard_size: str = option("5GB", "largest file")
+    max_shard_size: str = option("5GB", "largest weight file, such as 5GB")
     overwrite: bool = option(False, "replace a model folder at --output-path")
-    trust_remote_code: bool = option(False, "run and copy Python code of the model folder")
+    trust_remote_code: bool = option(False, "run and copy the Python code of the model folder")
 
 
 def shard_bytes(config: ExportConfig) -> int:

@@ -1,6 +1,6 @@
-"""How an option of a run is declared, spelled and checked against its own limits.
+"""Declare options, spell them, and check their values against their own limits.
 
-Knows no option by name: those are in train.py and its neighbours.
+No option is named here: they are in train.py and the other modules of this folder.
 """
 
 import copy
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, dataclass_transform
 
 _HUB = "hub:"
-# as stageline.hub reads them: a name, and what is a file all the same
+# the same patterns as in stageline.hub: hub names, and file names that look like them
 _HUB_NAME = re.compile(r"(hub:)?(\w[\w.-]*)/\w[\w.-]*?(@\w[\w./-]*)?")
 _FILE = re.compile(r".*\.(jsonl?|ndjson|[ct]sv|txt|parquet|arrow|safetensors|bin|py|ya?ml|idx)")
 _SNAPSHOT = re.compile(r"(.+)/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
@@ -155,7 +155,7 @@ def check_together(config: Any) -> None:
     fields, given = option_fields(config), given_options(config)
 
     def is_given(text: str, *, exactly: bool) -> bool:
-        """Whether an option has been given, and with the value behind it if it counts exactly."""
+        """Return whether an option was given, and with the value after it if `exactly`."""
         name, _, wanted = text[2:].replace("-", "_").partition(" ")
         return str(value_of(config, name)) == wanted if exactly else name in given
 
@@ -167,7 +167,7 @@ def check_together(config: Any) -> None:
             shown += " " + ",".join(texts)
         part = "".join(name.split(".")[-2:-1])
         for needed in (text.format(part=part) for text in fields[name].metadata["needs"]):
-            # FOLDER and 2 are examples, nf4 is the value that is meant
+            # FOLDER and 2 are examples, nf4 is a required value
             choices = {one: one.partition(" ")[2][:1].islower() for one in needed.split(" or ")}
             if not any(is_given(one, exactly=exactly) for one, exactly in choices.items()):
                 told = [one if exactly else one.split()[0] for one, exactly in choices.items()]
@@ -218,21 +218,21 @@ def spelled(name: str) -> str:
 
 
 def num_bytes(text: str, *, unit: str = "") -> int:
-    """Parse a number of bytes, such as 24GiB or 80GB; `unit` is that of a number alone."""
+    """Parse a number of bytes, such as 24GiB or 80GB; `unit` is the unit of a bare number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     size = int(float(match[1]) * _UNITS.get(match[2] or unit, 0)) if match else 0
     if size < 1:
-        raise ValueError(f"{text!r} is no size. Give one such as 24GiB, 80GB or 4.5")
+        raise ValueError(f"{text!r} is not a size. Give one such as 24GiB, 80GB or 4.5")
     return size
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return one value, or several, as a list; of nothing an empty one."""
+    """Return one value, or several, as a list; an empty one for none."""
     return value if isinstance(value, list) else [value] if value else []
 
 
 def split_name(item: dataclasses.Field, value: str) -> tuple[str, str]:
-    """Return (name, path) of NAME=PATH; of a path alone the name is empty."""
+    """Return (name, path) of NAME=PATH; the name of a bare path is empty."""
     match = _NAMED.fullmatch(value) if item.metadata["is_named"] else None
     return (match[1], match[2]) if match and not Path(value).exists() else ("", value)
 
@@ -246,7 +246,7 @@ def with_paths(item: dataclasses.Field, value: Any, change: Callable[[str], str]
 
 
 def expanded(item: dataclasses.Field, value: Any) -> Any:
-    """Return a path without `~`; an empty one (an empty shell variable) is none."""
+    """Return a path without `~`; an empty one (an empty shell variable) means the default."""
     if value is None or not (item.metadata["is_path"] or item.metadata["is_output"]):
         return value
     if not value:
@@ -263,7 +263,7 @@ def absolute(item: dataclasses.Field, value: Any) -> Any:
         if item.metadata["takes_name"] and (match := _SNAPSHOT.fullmatch(path)):
             from huggingface_hub.constants import HF_HUB_CACHE
 
-            # a folder of the hub's cache by its name and commit, which other machines know as well
+            # a folder of the hub's cache becomes name and commit, which other machines can fetch
             if Path(match[1]) == Path(HF_HUB_CACHE).resolve():
                 return f"{_HUB}{match[2]}/{match[3]}@{match[4]}"
         return str(Path(path).absolute())
@@ -304,7 +304,7 @@ def check_limits(config: Any) -> None:
 
 
 def _is_name(item: dataclasses.Field, value: str) -> bool:
-    """Whether a path is a name on a hub: never where a folder of the owner's name lies here."""
+    """Return whether a path is a hub name: not if a folder with the owner's name exists here."""
     match = _HUB_NAME.fullmatch(value) if item.metadata["takes_name"] else None
     is_path = match and (Path(value).exists() or Path(match[2]).exists() or _FILE.fullmatch(value))
     return bool(match and (match[1] or not is_path))

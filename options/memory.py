@@ -1,4 +1,4 @@
-"""The options that trade time for memory, and what they must be together."""
+"""Options that trade time for memory, and checks of their combinations."""
 
 import importlib.util
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +22,7 @@ class RecomputeSettings(Options):
 
     every: int = free_option(
         1,
-        "recompute every n-th layer of the whole model",
+        "recompute every n-th layer of the model",
         at_least=1,
         needs=("--gradient-checkpointing",),
         to="train_model",
@@ -30,7 +30,7 @@ class RecomputeSettings(Options):
     )
     mode: Literal["full", "operators"] = free_option(
         "full",
-        "full = recompute everything, operators = keep outputs of matrix products and attention",
+        "full = recompute all, operators = keep the outputs of matrix products and attention",
         needs=("--gradient-checkpointing",),
         to="train_model",
         argument="checkpoint_mode",
@@ -48,23 +48,23 @@ class MemoryOptions(Options):
         False, "keep activations in pinned host memory until the backward pass", to="train_model"
     )
     logits_chunk: int = free_option(
-        0, "tokens of logits and loss at a time (0 = all)", at_least=0, to="train_model"
+        0, "tokens per chunk of logits and loss (0 = all at once)", at_least=0, to="train_model"
     )
     compile_layers: bool = free_option(
         False,
-        "torch.compile each layer",
+        "compile each layer with torch.compile",
         excludes=("--recompute.mode operators",),
         to="train_model",
     )
     attention: Literal["auto", "eager", "sdpa", "flex", "flash"] = option(
         "auto",
-        "attention kernel: auto = the model's default; flex requires CUDA or XPU, flash CUDA, the "
-        "package flash-attn and --bf16 or --fp16",
+        "attention kernel: auto = the model's default, flex = FlexAttention (CUDA or XPU), flash = "
+        "flash-attn (CUDA, with --bf16 or --fp16)",
     )
 
 
 def check_memory(run: MemoryOptions, *, splits_backward: bool) -> None:
-    """Refuse what a schedule cannot do that computes gradients of weights late (zero-bubble)."""
+    """Refuse options that a schedule with late weight gradients (zero-bubble) cannot run."""
     if run.compile_layers and splits_backward:
         raise OptionError(
             "--compile-layers does not go with a schedule that computes the gradients of weights "
@@ -73,7 +73,7 @@ def check_memory(run: MemoryOptions, *, splits_backward: bool) -> None:
 
 
 def memory_remedies(run: "RunConfig", *, has_gpu: bool, streams: bool = False) -> list[str]:
-    """Return what a run without memory can still change, the cheapest first."""
+    """Return the remedies for a run out of memory, the cheapest first."""
     own = run.recompute
     candidates = {
         f"a smaller --micro-batch-size (now {run.micro_batch_size})": run.micro_batch_size > 1,
@@ -93,7 +93,7 @@ def memory_remedies(run: "RunConfig", *, has_gpu: bool, streams: bool = False) -
 
 
 def answering_remedies(run: "RunConfig") -> list[str]:
-    """Return what a run without memory for the answers of its own model can still change."""
+    """Return the remedies for a run out of memory during the answers of its own model."""
     limits = {"prompts_together": 1, "max_completion_length": 0, "group_size": 2}
     given = {name: getattr(run.rollouts, name) for name in limits}
     found = [
@@ -104,14 +104,14 @@ def answering_remedies(run: "RunConfig") -> list[str]:
     return [*found, f"more --num-stages (now {run.num_stages})"]
 
 
-# as typed here -> as transformers calls it
+# the name of the option -> the name in transformers
 KERNELS = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention", "flash": "flash_attention_2"}
-# where a kernel trains; the package flash-attn has none but for CUDA
+# devices on which a kernel trains; flash-attn has kernels only for CUDA
 WHERE = {"flex": ("auto", "cuda", "xpu"), "flash": ("auto", "cuda")}
 
 
 def attention_arguments(run: Any) -> dict[str, str]:
-    """Return what a train_model component gets of --attention."""
+    """Return the argument of a train_model component for --attention."""
     return {} if run.attention == "auto" else {"attn_implementation": KERNELS[run.attention]}
 
 
@@ -152,12 +152,12 @@ class StreamingSettings(Options):
 
     budget: float | None = free_option(
         None,
-        "memory of each device for weights and gradients, in GiB; default: half of what is free, "
-        "no limit on the CPU",
+        "memory of each device for weights and gradients, in GiB; default: half of the free "
+        "memory, no limit on the CPU",
         at_least=0,
     )
     stages: int = free_option(
-        0, "stages on a device together (0 = as many as the budget allows)", at_least=0
+        0, "number of stages on a device at a time (0 = as many as the budget allows)", at_least=0
     )
 
 
@@ -167,19 +167,19 @@ class StreamingOptions(Options):
     streaming: StreamingSettings = mapping(StreamingSettings)
     recompute_grain: Literal["stage", "layer"] = free_option(
         "stage",
-        "recomputed at once: stage = all stages on a device together, layer = one after the other, "
-        "with more inputs and fewer activations kept",
+        "unit of recomputation: stage = all stages on a device, layer = one layer at a time, with "
+        "more inputs and fewer activations kept",
     )
     stale_step: bool = option(
-        False, "run the optimizer during the next step, whose weights are then a step older"
+        False, "run the optimizer during the next step, which uses weights one step old"
     )
     pin_model: Literal["alloc", "register", "off"] = free_option(
-        "alloc", "weights on the host: alloc = a pinned copy, register = pinned in place, off"
+        "alloc", "pinning of host weights: alloc = a pinned copy, register = in place, off = none"
     )
 
 
-# options that have no meaning for stages of one process, or that reach into layers, which get other
-# weights for each pass (docs/streaming.md)
+# options without a meaning in one process, or that change layers, which get new weights for each
+# pass (docs/streaming.md)
 NOT_STREAMED = (
     *("schedule", "stages_per_rank", "dp_degree", "dp_shard", "partition", "plan"),
     *("offload_activations", "logits_chunk", "compile_layers", "quantization"),
@@ -188,7 +188,7 @@ ONE_REPLICA = ("dp_degree", 1)
 
 
 def check_streaming(run: "RunConfig", engine: str, *, world_size: int) -> None:
-    """Refuse what the streaming engine does not have, and its options with another engine."""
+    """Refuse options that --engine streaming lacks, and its own with another engine."""
     if engine != "streaming":
         for name, value in given_options(run, of=StreamingOptions).items():
             raise OptionError(
@@ -202,7 +202,7 @@ def check_streaming(run: "RunConfig", engine: str, *, world_size: int) -> None:
             "train_pp.py with python, or torchrun --nproc-per-node 1."
         )
     for name, value in given_options(run).items():
-        # one replica is what there is; numbers of layers follow from the stages
+        # dp_degree 1 is allowed, and so is a list: layer counts follow from the stages
         if name in NOT_STREAMED and not isinstance(value, list) and (name, value) != ONE_REPLICA:
             raise OptionError(
                 f"{spelled(name)} does not go with --engine streaming. Drop {spelled(name)} or use "

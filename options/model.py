@@ -1,4 +1,4 @@
-"""Options of the LoRA family, of adapters that a run begins with, and of noise on embeddings."""
+"""Options of LoRA, start adapters, frozen layers, vocabulary and quantization."""
 
 import functools
 import re
@@ -10,7 +10,7 @@ from options.fields import OptionError, Options, free_option, mapping, option
 if TYPE_CHECKING:
     from options.train import RunConfig
 
-PARTS = ("vit", "mlp", "llm")  # of a model: vision tower, projector, language model
+PARTS = ("vit", "mlp", "llm")  # vision tower, projector, language model
 
 STARTS = "default, gaussian, orthogonal, pissa or pissa_niter_N (N rounds of a quick SVD)"
 _KNOWN = re.compile(r"default|gaussian|orthogonal|pissa(_niter_[1-9]\d*)?")
@@ -22,21 +22,21 @@ _lora_option = functools.partial(option, to="train_model", argument="lora_{name}
 class LoRASettings(Options):
     """LoRA of all parts"""
 
-    rank: int = _lora_option(8, "rank of an adapter", at_least=1)
-    alpha: float = _lora_option(16.0, "scale of an adapter's output, times its rank", at_least=0)
-    dropout: float = _lora_option(0.0, "dropout before an adapter", at_least=0, at_most=1)
+    rank: int = _lora_option(8, "LoRA rank", at_least=1)
+    alpha: float = _lora_option(16.0, "LoRA alpha (scale alpha / rank)", at_least=0)
+    dropout: float = _lora_option(0.0, "dropout on the input of an adapter", at_least=0, at_most=1)
     target: list[str] | None = _lora_option(
-        None, "last names of the linear layers with LoRA, q_proj,v_proj; default: all"
+        None, "linear layers with LoRA by last name, such as q_proj,v_proj; default: all"
     )
     exclude: list[str] | None = _kind_option(
-        None, "last names of layers without LoRA", argument="lora_{name}"
+        None, "layers without LoRA, by last name", argument="lora_{name}"
     )
     init: str = _kind_option("default", f"start of an adapter: {STARTS}", argument="lora_{name}")
-    use_rslora: bool = _kind_option(False, "scale an adapter by alpha / sqrt(rank)")
-    use_dora: bool = _kind_option(False, "train a magnitude of each output too (DoRA)")
+    use_rslora: bool = _kind_option(False, "scale by alpha / sqrt(rank) (rsLoRA)")
+    use_dora: bool = _kind_option(False, "also train a magnitude per output (DoRA)")
     modules_to_save: list[str] | None = option(
         None,
-        "modules trained whole and saved with LoRA: embed_tokens,lm_head",
+        "modules trained in full and saved with LoRA, such as embed_tokens,lm_head",
         needs=(f"{ANY_LORA} or --adapter-path FOLDER",),
         to="train_model?",
     )
@@ -86,38 +86,36 @@ _freeze_option = functools.partial(option, needs=("--freeze.layers 2",))
 
 
 class LayerFreezing(Options):
-    """Layers of the language model that train"""
+    """Partial training of the language model"""
 
     layers: int | None = option(
         None,
-        "layers that train: n = the last n, -n = the first n",
+        "number of trained layers: n = the last n, -n = the first n",
         excludes=("--parts.llm.frozen", "--llm-lora-num", "--parts.lm_head.frozen"),
     )
     modules: list[str] | None = _freeze_option(
-        None, "modules of those layers that train, mlp,self_attn; default: all"
+        None, "trained modules of those layers, such as mlp,self_attn; default: all"
     )
     extra: list[str] | None = _freeze_option(
-        None, "modules outside the layers that train too, norm,embed_tokens,lm_head"
+        None, "trained modules outside the layers, such as norm,embed_tokens,lm_head"
     )
-    llama_pro: bool = _freeze_option(
-        False, "train the layers that tools/expand_blocks.py added, which are spread"
-    )
+    llama_pro: bool = _freeze_option(False, "train the layers that tools/expand_blocks.py added")
 
 
 class VocabularySettings(Options):
-    """Tokens that the model has no row for"""
+    """Vocabulary"""
 
     new_tokens: list[str] | None = option(
-        None, "tokens to add, <left>,<right>; @FILE = one a line (for tokens with commas)"
+        None, "tokens to add, such as <left>,<right>; @FILE = a file with one per line"
     )
     train_new: bool = option(
         False,
-        "train only the rows of new_tokens in embedding and head",
+        "train only the new-token rows of embedding and LM head",
         needs=("--vocab.new_tokens <left>,<right> or --vocab.resize",),
     )
-    resize: bool = option(False, "add rows of embedding and head for tokens that have none")
+    resize: bool = option(False, "add rows to embedding and LM head for tokens without one")
     multiple: int = option(
-        64, "multiple that resize rounds rows up to", at_least=1, needs=("--vocab.resize",)
+        64, "rows are rounded up to a multiple of this", at_least=1, needs=("--vocab.resize",)
     )
 
 
@@ -128,12 +126,12 @@ _half_option = functools.partial(option, needs=("--bf16 or --fp16 or --dtype aut
 class Float32Settings(Options):
     """Float32 under --bf16 or --fp16"""
 
-    norms: bool = _half_option(False, "keep and compute norms in float32", excludes=("--dp-shard",))
+    norms: bool = _half_option(False, "norms in float32", excludes=("--dp-shard",))
     logits: bool = _half_option(False, "logits in float32")
 
 
 def method_arguments(run: Any) -> dict[str, dict[str, Any]]:
-    """Return what a train_model component gets of these options, in plain values."""
+    """Return the arguments of a train_model component for these options, in plain values."""
     given: dict[str, Any] = {}
     if run.freeze.layers is not None:
         given["freeze"] = {
@@ -166,11 +164,11 @@ def check_methods(run: Any) -> None:
 
 
 class HeadTraining(Options):
-    """Training of the head"""
+    """LM head"""
 
-    frozen: bool = option(False, "do not train it", to="train_model", argument="frozen_{part}")
+    frozen: bool = option(False, "freeze this part", to="train_model", argument="frozen_{part}")
     lr: float | None = option(
-        None, "learning rate; default: --learning-rate", at_least=0, resume="steps"
+        None, "learning rate of this part; default: --learning-rate", at_least=0, resume="steps"
     )
 
 
@@ -180,17 +178,17 @@ _part = functools.partial(
 
 
 class PartTraining(HeadTraining):
-    """Training of a part"""
+    """Part of the model"""
 
-    lora_rank: int | None = _part("rank; default: --lora.rank", at_least=1)
-    lora_alpha: float | None = _part("scale; default: --lora.alpha", at_least=0)
+    lora_rank: int | None = _part("LoRA rank; default: --lora.rank", at_least=1)
+    lora_alpha: float | None = _part("LoRA alpha; default: --lora.alpha", at_least=0)
     lora_target: list[str] | None = _part(
-        "last names of its layers with LoRA, or all = every linear layer"
+        "linear layers with LoRA by last name, all = every one; default: --lora.target"
     )
 
 
 class PartsTraining(Options):
-    """Training, part by part"""
+    """Parts of the model"""
 
     vit: PartTraining = mapping(PartTraining)
     mlp: PartTraining = mapping(PartTraining)
@@ -199,12 +197,12 @@ class PartsTraining(Options):
 
 
 class TrainedOptions(Options):
-    """What is trained, and how (docs/methods.md)"""
+    """Training methods (docs/methods.md)"""
 
     adapter_path: list[str] | None = option(
         None,
-        "adapter folders or hub names to start with, on --model-path: the last is trained, the "
-        "others are merged",
+        "adapters to start from, folders or hub names: the last is trained, the others are merged "
+        "into --model-path",
         is_path=True,
         takes_name=True,
         needs=("--model-path FOLDER",),
@@ -212,34 +210,34 @@ class TrainedOptions(Options):
     )
     create_new_adapter: bool = option(
         False,
-        "merge the last of --adapter-path too, and train a new adapter",
+        "merge all of --adapter-path and train a new adapter",
         needs=("--adapter-path FOLDER", ANY_LORA),
         to="train_model?",
     )
     neftune_alpha: float = option(
         0.0,
-        "noise on token embeddings (NEFTune), usually 5 (0 = off)",
+        "noise on token embeddings (NEFTune; usually 5, 0 = off)",
         at_least=0,
         to="train_model?",
     )
     rope_scaling: Literal["linear", "dynamic", "yarn", "llama3"] | None = option(
-        None, "scaling of rotary positions beyond those of the model"
+        None, "RoPE scaling beyond the model's positions"
     )
     fp32: Float32Settings = mapping(Float32Settings)
     quantization: Literal["nf4", "int8"] | None = option(
         None,
-        "bitsandbytes type of the frozen base below LoRA",
+        "bitsandbytes type of the frozen base model under LoRA",
         needs=("--llm-lora-num 1 or --vocab.train_new", "--model-path FOLDER"),
         excludes=("--dp-shard",),
     )
     quantization_compute: Literal["fp32", "bf16", "fp16"] | None = option(
-        None, "type that nf4 layers multiply in; default: the run's", needs=("--quantization nf4",)
+        None, "compute dtype of nf4 layers; default: the run's", needs=("--quantization nf4",)
     )
     double_quantization: bool = option(
-        False, "keep the scales of nf4 in 8 bits too", needs=("--quantization nf4",)
+        False, "quantize the scales of nf4, too, to 8 bits", needs=("--quantization nf4",)
     )
-    vit_lora_num: int = option(0, "adapters of the vision tower", at_least=0, to="train_model")
-    mlp_lora_num: int = option(0, "adapters of the projector", at_least=0, to="train_model")
+    vit_lora_num: int = option(0, "LoRA adapters of the vision tower", at_least=0, to="train_model")
+    mlp_lora_num: int = option(0, "LoRA adapters of the projector", at_least=0, to="train_model")
     llm_lora_num: int = option(
         0, "LoRA adapters of the language model", at_least=0, to="train_model"
     )
@@ -249,10 +247,10 @@ class TrainedOptions(Options):
     vocab: VocabularySettings = mapping(VocabularySettings)
     reference: Literal["auto", "adapters_off", "precompute", "columns", "frozen_copy"] = option(
         "auto",
-        "log-probabilities of the reference model: adapters_off = stages without LoRA, before each "
-        "step, precompute = once, before the first step, columns = from the rows, frozen_copy = a "
-        "copy of the start weights on the host (grpo), auto = columns where there are some, "
-        "adapters_off where only adapters are trained, else frozen_copy (grpo) or precompute",
+        "log-probabilities of the reference model: adapters_off = the stages without LoRA, before "
+        "each step, precompute = once before the first step, columns = read from the rows, "
+        "frozen_copy = a copy of the start weights on the host (grpo), auto = columns if present, "
+        "adapters_off if only adapters are trained, else frozen_copy (grpo) or precompute",
         resume="steps",
     )
 
@@ -311,7 +309,7 @@ class VisionOptions(Options):
 
     vision_stages: int = free_option(
         0,
-        "first stages, of the vision tower only (0 = the tower is on stage 0)",
+        "number of first stages for the vision tower only (0 = the tower is on stage 0)",
         at_least=0,
         excludes=("--visual-gpu-ratio", "--plan"),
         to="train_model?",

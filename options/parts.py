@@ -1,4 +1,4 @@
-"""A part's own options: its signature, less what the run supplies.
+"""Read a component's own options: its signature without the arguments of the run.
 
 Turns the signature and docstring of a part into options such as `--dataset.split_type`. Knows the
 contract of each register (which arguments come from the run), never a key.
@@ -25,7 +25,7 @@ from register import ALL_REGISTERS, ROOT, Facts, Register
 
 @functools.cache
 def _handed_options(register: str) -> frozenset[str]:
-    """The keyword arguments by which the parts of a register get options of the run."""
+    """Return the keyword arguments that components of a registry get from options of the run."""
     items = [*option_fields(RunConfig).values(), *option_fields(EvaluateConfig).values()]
     targets = {register, f"{register}?"}
     return frozenset(
@@ -41,11 +41,11 @@ class ChosenPart:
     key: str
     part: Any
     kwargs: dict[str, Any] = field(default_factory=dict)
-    facts: Any = Facts()  # of the register's class of facts
+    facts: Any = Facts()  # an object of the register's class of facts
 
     @property
     def bound(self) -> Callable[..., Any]:
-        """The part with its own options."""
+        """Return the component with its own options."""
         return functools.partial(self.part, **self.kwargs)
 
 
@@ -111,12 +111,12 @@ def add_part_options(
             group.add_method_arguments(target.__class__, method, prefix, **adding)
         else:
             group.add_function_arguments(target, prefix, **adding)
-        if not group._group_actions:  # nothing to list: no empty heading in --help
+        if not group._group_actions:  # avoids an empty heading in --help
             parser._action_groups.remove(group)
 
 
 def takes(part: Any, name: str) -> Literal["needs", "may have", "no"]:
-    """Whether a part has an argument of this name, and whether it can do without."""
+    """Return whether a component has an argument of this name, and whether it is optional."""
     target, method, bound = _target(part)
     for function in _functions(target, method):
         for item in _parameters(function):
@@ -146,7 +146,7 @@ def _parameters(function: Callable) -> list[inspect.Parameter]:
 
 
 def _functions(target: Any, method: str | None) -> list[Callable]:
-    """The functions whose arguments a call can reach: of a class, also its bases' `__init__`."""
+    """Return the functions whose arguments a call reaches, with `__init__` of all bases."""
     if not inspect.isclass(target):
         return [getattr(target, method) if method else target]
     # without `object`: the signature of a built-in is parsed from its text, each time
@@ -155,7 +155,7 @@ def _functions(target: Any, method: str | None) -> list[Callable]:
 
 
 def _hints(function: Callable) -> dict[str, Any]:
-    """Argument -> type; `object` where the text of an annotation names what nobody imported."""
+    """Return argument -> type; `object` for the text of an annotation with a name not imported."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     found = dict(getattr(function, "__annotations__", {}))
     for name, hint in found.items():
@@ -168,7 +168,7 @@ def _hints(function: Callable) -> dict[str, Any]:
 
 
 def _is_plain(hint: Any) -> bool:
-    """Whether values of this type can be written on a command line or in a YAML file."""
+    """Return whether values of this type can be written on a command line or in a YAML file."""
     if hint in (int, float, str, bool, type(None), Path, Any, inspect.Parameter.empty):
         return True
     if hint in (list, tuple, dict, set):
@@ -182,12 +182,12 @@ def _is_plain(hint: Any) -> bool:
 
 
 def _home(register: Register, key: str) -> str:
-    """`file:line` of a part, relative to the repository where it is inside."""
+    """Return `file:line` of a component, relative to the repository if inside."""
     return register.home(key).removeprefix(f"{ROOT}/")
 
 
 def list_parts() -> str:
-    """Every register, key, first docstring line and home, as text."""
+    """Return every registry, key, first docstring line and home, as text."""
     lines = []
     for name, register in ALL_REGISTERS.items():
         lines.append(f"{name} ({register.option}): {register.holds}")
@@ -198,6 +198,11 @@ def list_parts() -> str:
     return "\n".join(lines)
 
 
+def _choices(hint: re.Match[str]) -> str:
+    """Return the members of a Literal or Union as `a | b`; they may be wrapped over lines."""
+    return re.sub(r",(\s)", r" |\1", hint[1].replace("'", ""))
+
+
 def help_text(
     parser: ArgumentParser,
     keys: Mapping[str, str | None],
@@ -206,7 +211,7 @@ def help_text(
     action: str = "",
     num_left: int = 0,
 ) -> str:
-    """What `--help` prints.
+    """Return the output of `--help`.
 
     Args:
         keys: the registers of this program, with their default keys.
@@ -236,6 +241,9 @@ def help_text(
         "",
     ]
     text = re.sub(r", --\S+\+ \S+", "", parser.format_help())  # appending is not our way
+    text = re.sub(r"Optional\[(\w+\[[^][]*\])\]", r"\1 | null", text)
+    text = re.sub(r"Literal\[([^\]]*)\]", _choices, text)
+    text = re.sub(r"Union\[((?:[^][]|\[[^][]*\])*)\]", _choices, text)
     for name in keys:
         text = text.replace(f"--{name}.", ALL_REGISTERS[name].option + ".")
     return "\n".join(lines) + text

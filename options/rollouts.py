@@ -1,4 +1,4 @@
-"""The options of a run whose model answers before each step, and is trained on how well it did."""
+"""Options of a run whose model answers before each step and is trained on the rewards (GRPO)."""
 
 from typing import Any, Literal
 
@@ -6,50 +6,46 @@ from options.fields import OptionError, Options, free_option, given_options, opt
 
 
 class RolloutOptions(Options):
-    """Answers that are rewarded"""
+    """Rollouts: answers with rewards"""
 
     reward_weights: list[float] | None = option(
-        None, "weight of each reward in the sum, 1,0.2; default: 1 each"
+        None, "weight of each reward in the sum, such as 1,0.2; default: 1 each"
     )
     reward_timeout: float = option(
-        120.0, "timeout of the rewards of a step, in seconds (0 = none)", at_least=0
+        120.0, "timeout of all reward calls of a step, in seconds (0 = none)", at_least=0
     )
     advantage: Literal["group", "group_no_std", "batch", "rloo"] = option(
         "group",
-        "baseline of a reward: group = mean and deviation of its group, group_no_std = mean of its "
-        "group, batch = mean of its group and deviation of all, rloo = mean of the others",
+        "normalization of rewards: group = mean and deviation of the group, group_no_std = only "
+        "the mean, batch = mean of the group and deviation of the batch, rloo = mean of the others",
     )
-    group_size: int = option(8, "answers to each prompt; --batch-size counts answers", at_least=2)
+    group_size: int = option(8, "answers per prompt (--batch-size counts answers)", at_least=2)
     inner_steps: int = option(1, "optimizer steps on the same answers", at_least=1)
     kl_beta: float = option(
-        0.0, "weight of the KL divergence from the start model", at_least=0, to="loss_fn"
+        0.0, "weight of the KL divergence from the start model (0 = off)", at_least=0, to="loss_fn"
     )
     sampling_temperature: float = option(
-        1.0, "temperature that answers are drawn at, and scored at", at_least=0.01, to="loss_fn"
+        1.0, "sampling temperature, also of the loss", at_least=0.01, to="loss_fn"
     )
     max_completion_length: int = option(
-        512, "longest answer, in tokens", at_least=1, to="loss_fn collate_fn"
+        512, "max length of an answer, in tokens", at_least=1, to="loss_fn collate_fn"
     )
-    stop_strings: list[str] | None = option(None, "texts that end an answer, besides end tokens")
-    mask_truncated_completions: bool = option(
-        False, "leave answers cut at --rollouts.max_completion_length out of the loss"
-    )
+    stop_strings: list[str] | None = option(None, "strings that end an answer")
+    mask_truncated_completions: bool = option(False, "leave truncated answers out of the loss")
     drop_equal_groups: bool = option(
-        False, "leave groups whose answers have one reward out of the mean of the loss"
+        False, "leave groups with equal rewards out of the mean of the loss"
     )
     prompts_together: int = option(
-        8, "prompts whose answers are drawn together; rounding depends on it", at_least=1
+        8, "prompts that are answered together (changes rounding)", at_least=1
     )
-    ahead: int = option(
-        0, "steps that answers are drawn ahead, by older weights: 0 or 1", at_least=0, at_most=1
-    )
+    ahead: int = option(0, "steps that answers are sampled ahead (0 or 1)", at_least=0, at_most=1)
     keep_samples: int = free_option(
-        1, "steps between those whose answers go into samples.jsonl (0 = none)", at_least=0
+        1, "steps between entries in samples.jsonl (0 = none)", at_least=0
     )
 
 
 def check_rollouts(run: Any, parts: Any) -> None:
-    """Refuse what a run whose model answers cannot do, and its options in any other run."""
+    """Refuse options that a GRPO run cannot have, and its own in any other run."""
     loss, collate = parts["loss_fn"], parts.get("collate_fn")
     answers = bool(loss.facts.samples_answers)
     if collate is not None and bool(collate.facts.gives_prompts) != answers:
@@ -78,7 +74,7 @@ def check_rollouts(run: Any, parts: Any) -> None:
             f"{num_rewards} rewards. Give one for each, in their order."
         )
     names = ["save_steps", "eval_steps"]
-    # the steps of epochs come later, and are rounded up
+    # steps of epochs are computed later, and rounded up
     names += ["total_steps"] if run.num_train_epochs is None else []
     for name in names:
         value = getattr(run, name)
@@ -89,7 +85,7 @@ def check_rollouts(run: Any, parts: Any) -> None:
                 "them."
             )
     stops_on_loss = run.early_stop.patience > 0 and run.early_stop.metric == "loss"
-    # held-out prompts have rewards and no loss; a table has no answers that are drawn later
+    # held-out prompts have rewards, but no loss; precomputed columns lack answers of later steps
     excluded = {
         "--engine streaming": parts["engine"].key == "streaming",
         "--vision-stages": run.vision_stages > 0,
@@ -105,7 +101,7 @@ def check_rollouts(run: Any, parts: Any) -> None:
 
 
 def check_prompts(run: Any, group_size: int) -> None:
-    """Refuse steps that would cut groups of rows, whose answers are judged together."""
+    """Refuse steps that would cut groups of rows, whose rewards are computed together."""
     size = run.rollouts.group_size
     num_prompts = run.batch_size * run.accumulate_steps // size
     if num_prompts % group_size:

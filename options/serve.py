@@ -1,4 +1,4 @@
-"""The options of serve.py: where it listens, who may ask, how much of what."""
+"""Options of serve.py: address, access and limits."""
 
 import os
 import re
@@ -16,28 +16,26 @@ class HttpSettings(Options):
     """Connections"""
 
     ssl_certfile: str | None = option(
-        None, "certificate with its chain (PEM), which makes the server speak https", is_path=True
+        None, "certificate with its chain (PEM), for https", is_path=True
     )
     ssl_keyfile: str | None = option(
         None,
-        "private key (PEM); default: in the certificate",
+        "private key (PEM); default: in the certificate file",
         is_path=True,
         needs=("--http.ssl_certfile FILE",),
     )
-    max_connections: int = option(
-        512, "open connections; further ones are refused (503)", at_least=1
-    )
+    max_connections: int = option(512, "most open connections; more get status 503", at_least=1)
     keep_alive_timeout: float = option(
-        5.0, "time that a connection waits for its next request, in seconds", at_least=0.01
+        5.0, "timeout of an idle connection, in seconds", at_least=0.01
     )
-    read_timeout: float = option(60.0, "timeout of a body, in seconds", at_least=0.1)
+    read_timeout: float = option(60.0, "timeout of a request body, in seconds", at_least=0.1)
     shutdown_seconds: float = option(
-        30.0, "timeout of what is under way after a signal, in seconds", at_least=0
+        30.0, "timeout of open requests after a signal, in seconds", at_least=0
     )
     cors_origins: list[str] | None = option(
-        None, "pages elsewhere that may ask, https://page.example; default: none"
+        None, "allowed CORS origins, such as https://page.example; default: none"
     )
-    api_key_file: str | None = option(None, "file of API keys, one a line", is_path=True)
+    api_key_file: str | None = option(None, "file of API keys, one per line", is_path=True)
 
 
 def check_certificate(run: "ServeConfig") -> None:
@@ -57,40 +55,38 @@ def check_certificate(run: "ServeConfig") -> None:
 class RequestLimits(Options):
     """Limits of requests"""
 
-    max_queue: int = option(256, "answers that may wait; more are refused (429)", at_least=0)
+    max_queue: int = option(256, "most waiting answers; more get status 429", at_least=0)
     max_body_mib: float = option(
-        20.0, "largest body with its pictures, in MiB", at_least=0.001, at_most=4096
+        20.0, "largest request body with its pictures, in MiB", at_least=0.001, at_most=4096
     )
-    max_tokens: int = option(8192, "longest answer, in tokens", at_least=1)
-    max_n: int = option(8, "most answers of one request", at_least=1, at_most=128)
+    max_tokens: int = option(8192, "max length of an answer, in tokens", at_least=1)
+    max_n: int = option(8, "most answers per request", at_least=1, at_most=128)
     max_echo_tokens: int = option(
-        8192, "longest prompt with log-probabilities, in tokens", at_least=1
+        8192, "max length of a prompt with log-probabilities, in tokens", at_least=1
     )
-    max_images: int = option(8, "most pictures of one request", at_least=0)
+    max_images: int = option(8, "most pictures per request", at_least=0)
     request_timeout: float = option(600.0, "timeout of a request, in seconds", at_least=0.1)
 
 
 class ServeConfig(ImageOptions, DecodeOptions, ModelOptions):
     """Server"""
 
-    host: str = option("127.0.0.1", "address to listen at (0.0.0.0 = all of this machine)")
-    port: int = option(8000, "port (0 = a free one)", at_least=0, at_most=65535)
+    host: str = option("127.0.0.1", "address to listen on (0.0.0.0 = all interfaces)")
+    port: int = option(8000, "port to listen on (0 = a free one)", at_least=0, at_most=65535)
     served_model_name: str | None = option(
-        None, "name that clients ask for; default: that of the model's folder"
+        None, "model name in the API; default: the name of the model's folder"
     )
-    api_key_env: str | None = option(None, "environment variable of an API key")
+    api_key_env: str | None = option(None, "environment variable with an API key")
     http: HttpSettings = mapping(HttpSettings)
     limits: RequestLimits = mapping(RequestLimits)
-    max_new_tokens: int = option(
-        512, "longest answer of a chat that gives no length, in tokens", at_least=1
-    )
+    max_new_tokens: int = option(512, "default max length of a chat answer, in tokens", at_least=1)
     temperature: float = option(
-        1.0, "temperature of requests without one (0 = likeliest token)", at_least=0, at_most=2
+        1.0, "default sampling temperature (0 = greedy)", at_least=0, at_most=2
     )
     adapter_path: list[str] | None = option(
         None,
-        "LoRA adapters in peft's format, folders or hub names, merged in turn; NAME=FOLDER of each "
-        "makes it a model of its own next to the base",
+        "LoRA adapters in peft's format: folders or hub names, merged in order; NAME=FOLDER for "
+        "each = models of their own, served next to the base",
         is_path=True,
         takes_name=True,
         is_named=True,
@@ -112,7 +108,7 @@ def named_adapters(run: ServeConfig) -> dict[str, str]:
 
 
 def read_api_keys(run: ServeConfig) -> tuple[str, ...]:
-    """Return the keys that let requests in; none: everybody may ask."""
+    """Return the accepted API keys; none: no key is required."""
     texts = {}
     if run.api_key_env is not None:
         texts[f"--api-key-env {run.api_key_env}"] = os.environ.get(run.api_key_env, "")

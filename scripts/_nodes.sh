@@ -1,6 +1,6 @@
-# Sourced after _env.sh by recipes for several machines: checks what a machine has to be told, and
-# sets TORCHRUN, the command that takes the place of "$PYTHON". Every machine gets the same values,
-# but for NODE_RANK.
+# Sourced after _env.sh by recipes for several machines: checks the variables of a machine and sets
+# TORCHRUN, the command that replaces "$PYTHON". Every machine gets the same values,
+# except for NODE_RANK.
 #
 # NNODES                  machines of the run
 # NODE_RANK               the number of this one, from 0
@@ -11,20 +11,20 @@
 # GLOO_SOCKET_IFNAME      network interface                       (default: the way to MASTER_ADDR)
 
 stageline_need() {
-    [ -n "${!1:-}" ] || stageline_fail "$1 is not set: $2 was expected, because the machines find" \
-        "each other by it. Start this script once on each machine, as in:" \
+    [ -n "${!1:-}" ] || stageline_fail "$1 is not set. Set it to $2, by which the machines find" \
+        "each other, and start this script once on each machine:" \
         "NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash $0"
 }
 
 stageline_need_number() {
     [[ "${!1}" =~ ^[0-9]+$ ]] && [ "${!1}" -ge "$2" ] && [ "${!1}" -le "$3" ] ||
-        stageline_fail "$1=${!1} does not fit: a whole number from $2 to $3 was expected. $4"
+        stageline_fail "$1=${!1} does not fit: a whole number from $2 to $3 is required. $4"
 }
 
-# The address of machine 0, as this machine looks it up.
+# Print the address of machine 0, as this machine resolves it.
 stageline_first_address() { getent ahosts "$MASTER_ADDR" | awk 'NR == 1 { print $1 }'; }
 
-# The interface that leads to machine 0. Without it gloo takes the address of this machine's name,
+# Print the interface to machine 0. Without it gloo takes the address of this machine's name,
 # which /etc/hosts often gives as 127.0.1.1.
 stageline_interface() {
     local address own
@@ -53,15 +53,15 @@ if [ -z "${GLOO_SOCKET_IFNAME:-}" ]; then
     GLOO_SOCKET_IFNAME="$(stageline_interface || true)"
     [ -n "$GLOO_SOCKET_IFNAME" ] && export GLOO_SOCKET_IFNAME || unset GLOO_SOCKET_IFNAME
 fi
-# as torchrun does, without its words
+# the same as torchrun, without its messages
 [ "$NPROC_PER_NODE" = 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# else torch's own warnings about lost connections come before the cause
+# otherwise torch's warnings about lost connections precede the cause
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 stageline_say "machine $NODE_RANK of $NNODES, $NPROC_PER_NODE processes, machine 0 is" \
     "$MASTER_ADDR:$MASTER_PORT, gloo on ${GLOO_SOCKET_IFNAME:-the address of its own name}"
 
-# The static rendezvous: rank 0 is on machine 0, ranks follow the machines' numbers, and nothing is
-# tried again after a failure.
+# The static rendezvous puts rank 0 on machine 0 and orders ranks by machine; it does not retry
+# after a failure.
 TORCHRUN=(
     "$PYTHON" -m torch.distributed.run
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC_PER_NODE"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds a pre-training corpus of several texts, a type each, and shows what it is made of.
+# Builds a pre-training corpus of several texts, each a type, and shows its contents.
 #   bash scripts/build_corpus.sh                   # of the guides of this repository, in a minute
 #   bash scripts/build_corpus.sh --num-workers 4   # options are those of `corpus.py write --help`
-# With text of your own: write it below. Stopped or killed, the same command goes on.
+# For your own text, edit the keys below. After a stop, the same command continues.
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 SAVE_PATH="${SAVE_PATH:-$ROOT/.cache/corpus}"
@@ -11,9 +11,9 @@ TOKENIZER_PATH="$SAVE_PATH/tokenizer"
 FILES=("$SAVE_PATH/english.jsonl" "$SAVE_PATH/chinese.jsonl")
 LANGUAGES=(english chinese) # or auto icu none; english for code
 SEQ_LENGTH=1024
-NAME=guides # of the whole
+NAME=guides # name of the corpus
 
-"$PYTHON" "$ROOT/scripts/make_corpus_text.py" "$SAVE_PATH" # leave out with text of your own
+"$PYTHON" "$ROOT/scripts/make_corpus_text.py" "$SAVE_PATH" # drop this line for your own text
 
 PREFIXES=()
 TYPES=()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks a split on the CPU: stages on gloo against the whole model in one process. Takes the
-# options of a training command as they are. Exit code 0: equal, 1: a difference, 2: a wrong option.
+# Checks a split on the CPU: stages on gloo against the unsplit model in one process. Takes the
+# options of a training command unchanged. Exit code 0: equal, 1: a difference, 2: a wrong option.
 #   bash scripts/check_model.sh --import my_parts.py --train-model mine --model-path my_model
 #   bash scripts/check_model.sh --train-model llama --config-path 7b --check.layers 4 --num-stages 4
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
@@ -9,7 +9,7 @@ NUM_STAGES=2
 TRAIN_MODEL=internvl
 SCHEDULE=1f1b
 
-# without a model of yours: that of scripts/train_pp.sh
+# the default model is that of scripts/train_pp.sh
 MODEL=()
 if [[ " $* " != *" --config-path"* && " $* " != *" --model-path"* && " $* " != *" --config"* ]]; then
     CONFIG_PATH="$ROOT/.cache/digits-model"

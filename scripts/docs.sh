@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds the guides of docs/ as a site into site/; a link that leads nowhere ends the build.
+# Builds the guides of docs/ as a site into site/; a broken link ends the build.
 #   bash scripts/docs.sh          # then open site/index.html; searching it needs a server:
 #   bash scripts/docs.sh serve    # at http://127.0.0.1:8000, built again whenever a page changes
-# mkdocs lies in an environment of its own, made on first use: it needs neither torch nor .venv.
+# mkdocs has its own environment, made on first use, and needs neither torch nor .venv.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${STAGELINE_DOCS_VENV:-$ROOT/.cache/docs-venv}"

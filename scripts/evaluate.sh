@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Reads the held-out digits with the newest run of train_pp.sh, by generation.
+# Evaluates the newest run of train_pp.sh on the held-out digits, by generation.
 # Another model: MODEL_PATH=folder bash scripts/evaluate.sh, or append --model-path folder
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
@@ -18,8 +18,8 @@ newest() { # the last checkpoint of the newest run
 }
 MODEL_PATH="${MODEL_PATH:-$(newest)}"
 if [ -z "$MODEL_PATH" ] && [[ " $* " != *" --model-path"* ]]; then
-    echo "error: there is no checkpoint below $ROOT/runs yet. One of scripts/train_pp.sh was" \
-        "expected, because it is what is evaluated: run that first, or set MODEL_PATH." >&2
+    echo "error: there is no checkpoint below $ROOT/runs yet. Run scripts/train_pp.sh first, or" \
+        "set MODEL_PATH." >&2
     exit 2
 fi
 OUTPUT_DIR="$(dirname "$(dirname "${MODEL_PATH:-$ROOT/runs/x/x}")")/evaluation"

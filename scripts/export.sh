@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes one plain Hugging Face folder of a checkpoint: a model, or an adapter for peft.
+# Exports a checkpoint as one plain Hugging Face folder: a model, or an adapter for peft.
 #   bash scripts/export.sh --model-path runs/x/checkpoints/step-100 --output-path my_model
 # Needs host memory for the whole model. `stageline check --exported my_model --model-path CHECKPOINT`
 # compares both. Options: bash scripts/export.sh --help
 set -euo pipefail
 
-MERGE=0          # 1: add an adapter to its base, the result is a whole model
-DTYPE=           # float32, bfloat16 or float16; empty: as the weights are
+MERGE=0          # 1 = merge an adapter into its base, which gives a whole model
+DTYPE=           # float32, bfloat16 or float16; empty = unchanged
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="${PYTHON:-$ROOT/.venv/bin/python}"

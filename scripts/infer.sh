@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Answers prompts without gold answers; one of --text, --prompts and --dataset says which.
+# Answers prompts without gold answers, from one of --text, --prompts and --dataset.
 #   bash scripts/infer.sh --model-path my_model --text "What does ls do?" --text "And cat?"
 #   bash scripts/infer.sh --model-path runs/x/checkpoints/best --prompts questions.jsonl
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"

@@ -1,4 +1,4 @@
-"""Writes a small Llama without weights for the tokenizer of a corpus: config and tokenizer.
+"""Write a small Llama without weights for the tokenizer of a corpus: config and tokenizer.
 
 Usage: make_corpus_model.py FOLDER [TOKENIZER], by default that of scripts/build_corpus.sh
 """
@@ -16,7 +16,7 @@ LONGEST = 1024  # tokens of a row
 def main(
     folder: str, tokenizer_path: str | Path = ROOT / ".cache" / "corpus" / "tokenizer"
 ) -> None:
-    """Six layers: 9 M parameters with a vocabulary of 8,192."""
+    """Return a config of six layers: 9 M parameters with a vocabulary of 8,192."""
     tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_path), local_files_only=True)
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],

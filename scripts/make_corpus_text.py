@@ -1,5 +1,5 @@
-"""Makes what scripts/build_corpus.sh builds from: the guides of this repository as JSON lines, a
-language a file, and a small tokenizer trained on them. Does nothing where all is there.
+"""Make the input of scripts/build_corpus.sh: the guides of this repository as JSON lines, one file
+per language, and a small tokenizer trained on them. Does nothing if all files exist.
 
 Usage: make_corpus_text.py FOLDER
 """
@@ -18,7 +18,7 @@ VOCAB_SIZE = 8192
 
 
 def guides() -> dict[str, list[str]]:
-    """Language -> documents."""
+    """Return language -> documents."""
     pages = sorted([*ROOT.glob("*.md"), *ROOT.glob("*/*.md")])
     pages = [page for page in pages if not page.parent.name.startswith(".")]
     found: dict[str, list[str]] = {"english": [], "chinese": []}
@@ -32,7 +32,7 @@ def guides() -> dict[str, list[str]]:
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer."""
+    """Return a byte-level BPE tokenizer."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Writes a small InternVL without weights: config, tokenizer and image processor for the digits.
+"""Write a small InternVL without weights: config, tokenizer and image processor for the digits.
 
 The tokenizer is a byte-level BPE trained on the task's own text. Training then starts at random.
 Usage: make_digits_model.py FOLDER
@@ -33,7 +33,7 @@ _SPECIAL = {
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """A tokenizer that knows the questions by heart and any other text by its bytes."""
+    """Return a tokenizer with tokens for the questions; other text is split into bytes."""
     return train_internvl_tokenizer(
         [f"\n{question}\nAnswer: {digit}" for question in QUESTIONS for digit in range(10)],
         pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -44,13 +44,13 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 def train_internvl_tokenizer(
     texts: Iterable[str], *, pre_tokenizer: Any, vocab_size: int
 ) -> transformers.PreTrainedTokenizerFast:
-    """A byte-level BPE for an InternVL of our own, trained on the text of its task.
+    """Return a byte-level BPE for a small InternVL, trained on the text of its task.
 
-    It has the special tokens of InternVL's processor; other text is read by its bytes.
+    It has the special tokens of InternVL's processor; other text is split into bytes.
 
     Args:
         pre_tokenizer: cuts a text into words, and these into bytes.
-        vocab_size: at most so many tokens.
+        vocab_size: largest number of tokens.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizer
@@ -70,7 +70,7 @@ def train_internvl_tokenizer(
 
 
 def make_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.InternVLConfig:
-    """Three vision layers; four layers of language model."""
+    """Return a config of three vision layers and four language model layers."""
     vision = {
         "hidden_size": WIDTH,
         "intermediate_size": 2 * WIDTH,
@@ -109,12 +109,12 @@ def make_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers
 
 
 def num_image_tokens() -> int:
-    """A pixel shuffle by 2 makes one token of four patches."""
+    """Return the tokens of an image: a pixel shuffle by 2 makes one of four patches."""
     return (IMAGE_SIZE // PATCH_SIZE // 2) ** 2
 
 
 def make_processor(tokenizer: transformers.PreTrainedTokenizerFast) -> object:
-    """Image processor and tokenizer as one; one tile per picture."""
+    """Return image processor and tokenizer as one, with one tile per picture."""
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}

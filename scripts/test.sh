@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Sets up and runs all checks: style, prose, types, tests. Arguments go to pytest; types are left out then.
 #
-# STAGELINE_TEST_WORKERS   processes that run tests, a file at a time (default: 3)
+# STAGELINE_TEST_WORKERS   processes that run tests, one file at a time each (default: 3)
 STAGELINE_PURPOSES=dev source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 "$PYTHON" -m ruff check "$ROOT" --config "$ROOT/pyproject.toml"
 "$PYTHON" -m ruff format --check --quiet "$ROOT" --config "$ROOT/pyproject.toml"
 "$PYTHON" "$ROOT/tools/prose.py" --check
-unset PYTHONDONTWRITEBYTECODE # some tests start Python, again and again
-# many ranks of small models: on the CPU, wherever they run; tests/gpu as an argument runs on GPUs
+unset PYTHONDONTWRITEBYTECODE # some tests start Python many times
+# many ranks of small models run on the CPU on every machine; tests/gpu as an argument runs on GPUs
 case "$*" in *tests/gpu*) ;; *) export CUDA_VISIBLE_DEVICES="" ;; esac
 run_tests() {
     "$PYTHON" -m pytest --rootdir "$ROOT" -c "$ROOT/pyproject.toml" "$@"
 }
-shared_out() { # long files first: tests of faults, which mostly wait, and of ranks
+shared_out() { # long files start first: tests of faults, which mostly wait, and of ranks
     run_tests --numprocesses "${STAGELINE_TEST_WORKERS:-3}" \
         --dist loadfile --no-loadscope-reorder --maxfail 20 --max-worker-restart 0 "$@"
 }
@@ -27,17 +27,17 @@ fi
 
 check_types() { (cd "$ROOT" && "$PYTHON" -m mypy); }
 run_on_cards() { with_cards run_tests "$ROOT/tests/gpu"; }
-# the same code on a kind that torch itself does not have: as torch_npu is one
+# the same code on a kind of device outside torch itself, such as that of torch_npu
 run_on_npus() { EMULATED_KIND=npu with_cards run_tests "$ROOT"/tests/gpu/test_a_{runs,answers}.py; }
-# torch takes the kernels for the best instructions of the CPU. Others add up in another order, and
-# show what is close by luck. So the comparisons that are not to the bit, of shares, experts
-# and rewards, run again with lesser kernels (93 s of CPU time); none are lesser than DEFAULT.
+# torch selects kernels for the best instructions of the CPU. Other kernels add up in another order,
+# and reveal results that are close by luck. So the comparisons within a tolerance, of shares,
+# experts and rewards, run again with lesser kernels (93 s of CPU time). DEFAULT is the least.
 run_with_lesser_kernels() {
     local lesser
     case "$("$PYTHON" -c 'import torch; print(torch.backends.cpu.get_cpu_capability())')" in
     AVX512) lesser=avx2 ;;
     DEFAULT) return ;;
-    *) lesser=default ;; # AVX2, and what other kinds of CPUs have
+    *) lesser=default ;; # AVX2, and the kernels of other kinds of CPUs
     esac
     echo "[tests] again with ATEN_CPU_CAPABILITY=$lesser"
     ATEN_CPU_CAPABILITY="$lesser" run_tests \
@@ -45,7 +45,7 @@ run_with_lesser_kernels() {
         "$ROOT/tests/distributed/test_data_parallel.py::test_replicas_equal_one_process"
 }
 
-# The oldest transformers that README promises and the newest, on the torch that is here.
+# Run the oldest transformers that README promises, and the newest, with the installed torch.
 run_other_transformers() {
     local version code=0
     for version in 5.17.0 5.24.0; do
@@ -54,8 +54,8 @@ run_other_transformers() {
     return "$code"
 }
 
-# Beside the tests, one after the other and each in one process: a worker takes seven seconds to
-# import what it needs. What they tell comes last.
+# These checks run next to the tests, one after the other, each in one process: a worker takes
+# seven seconds for its imports. Their output comes last.
 beside() {
     local check failed=""
     for check in check_types run_on_cards run_on_npus run_with_lesser_kernels run_other_transformers; do
@@ -65,7 +65,7 @@ beside() {
     [ -z "$failed" ] || { echo "[tests] failed:$failed" && return 1; }
 }
 TOLD="$(mktemp)"
-set -m # a group of its own, which is ended with this script
+set -m # a process group of its own, which ends with this script
 beside >"$TOLD" 2>&1 &
 BESIDE=$!
 set +m

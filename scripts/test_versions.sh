@@ -4,14 +4,14 @@
 #   STAGELINE_PYTHON=python3.12 bash scripts/test_versions.sh torch==2.15.0 transformers==5.24.0
 #   bash scripts/test_versions.sh --quick transformers==5.24.0   # one to two minutes
 #
-# A version that is not named is the one of .venv. The environment is .venv-PYTHON-TORCH-TRANSFORMERS, next
+# A version that is not given is that of .venv. The environment is .venv-PYTHON-TORCH-TRANSFORMERS, next
 # to .venv; it is made on first use (torch is several GB) and kept. A whole run that ends enters its
 # row in benchmarks/versions.md. Other arguments go to pytest in the place of the suites.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 env -u STAGELINE_PYTHON -u STAGELINE_TORCH STAGELINE_PURPOSES=dev bash "$ROOT/scripts/_env.sh"
 
-# what an environment of this repository is made for, subject by subject
+# the suites, by subject
 declare -A SUITES=(
     [splits]="unit/test_proof.py unit/test_shrink.py unit/test_model_cutter.py unit/test_step.py unit/test_torch_names.py shelf/test_families.py scripts/test_stage_names.py"
     [recompute]="unit/test_checkpointing.py unit/test_layer_seeds.py distributed/test_training_options.py"
@@ -22,7 +22,7 @@ declare -A SUITES=(
     [checkpoints]="unit/test_save.py unit/test_load.py unit/test_shards.py unit/test_plain_folder.py unit/test_export.py unit/test_export_families.py unit/test_resize_vocab.py distributed/test_save_ranks.py distributed/test_process_group.py"
     [parity]="distributed/test_parity.py distributed/test_vision_parity.py distributed/test_moe.py distributed/test_schedule_parity.py distributed/test_reward_parity.py distributed/test_runner.py"
 )
-# the least that shows whether a transformers of another version splits, decodes, trains and saves
+# the smallest suite that shows whether another transformers splits, decodes, trains and saves
 QUICK="unit/test_torch_names.py unit/test_decoding_families.py unit/test_answers_proof.py unit/test_proof.py unit/test_plain_folder.py"
 
 TORCH="" TRANSFORMERS="" IS_QUICK="" ARGUMENTS=()
@@ -37,7 +37,7 @@ done
 LOCKED="$ROOT/.venv/bin/python"
 locked() { "$LOCKED" -c "import importlib.metadata as m; print('$1==' + m.version('$1').split('+')[0])"; }
 export STAGELINE_TORCH="${TORCH:-$(locked torch)}" STAGELINE_TRANSFORMERS="${TRANSFORMERS:-$(locked transformers)}"
-# the locked torch is the one of .venv: nothing is downloaded again
+# the locked torch is that of .venv, which is not downloaded again
 [ "$STAGELINE_TORCH" != "$(locked torch)" ] || export STAGELINE_PYTHON="${STAGELINE_PYTHON:-$LOCKED}"
 name="$("${STAGELINE_PYTHON:-python3}" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')"
 name="$name-$STAGELINE_TORCH-$STAGELINE_TRANSFORMERS"

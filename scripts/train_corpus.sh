@@ -2,9 +2,9 @@
 # Pre-trains a small Llama from random weights on 2 stages, on the corpus that build_corpus.sh makes
 # of the guides of this repository: three quarters English, one quarter Chinese in each batch.
 #   bash scripts/train_corpus.sh                  # some minutes on 2 cores
-#   bash scripts/train_corpus.sh --resume auto    # goes on where it was stopped or killed
-# The same with --dp-degree 2 --batch-size 4, or --batch-size 4 --accumulate-steps 2, goes on with
-# the very rows that would have come.
+#   bash scripts/train_corpus.sh --resume auto    # continues after a stop
+# With --dp-degree 2 --batch-size 4, or --batch-size 4 --accumulate-steps 2, it continues with the
+# same rows.
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 NUM_STAGES=2
@@ -12,11 +12,11 @@ DEVICE="$(stageline_device "$NUM_STAGES")"
 TRAIN_MODEL=llama
 BATCH_SIZE=8
 GLOBAL_BATCH_DISTRIBUTED=6,2 # rows of each type in a batch of all replicas; adds up to it
-DROP_MODE=last_ends_fill     # an epoch ends when every row came; others come again until then
+DROP_MODE=last_ends_fill     # an epoch ends when every row was drawn; smaller types repeat
 MAX_TOKEN_NUM=1024           # not below the --seq-length of the corpus
 
 SAVE_PATH="${SAVE_PATH:-$ROOT/.cache/corpus}"
-CORPUS="${CORPUS:-$SAVE_PATH/guides}" # the prefix: where CORPUS.bin and CORPUS.idx lie
+CORPUS="${CORPUS:-$SAVE_PATH/guides}" # the path of CORPUS.bin and CORPUS.idx without suffix
 CONFIG_PATH="${CONFIG_PATH:-$SAVE_PATH/model}"
 RUN_DIR="${RUN_DIR:-$ROOT/runs/corpus}"
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Starts a run again, from its newest checkpoint, when it ends by a lost rank or card: on the cards that are
-# left, one stage on each, at most MAX_RESTARTS times. Takes a recipe of one pipeline and its options:
+# Restarts a run from its newest checkpoint after a lost rank or card, at most MAX_RESTARTS times, on
+# the remaining cards with one stage on each. Takes a recipe of one pipeline and its options:
 #   NUM_STAGES=4 bash scripts/train_elastic.sh scripts/train_pp.sh --save-steps 50
 #
 # NUM_STAGES     stages, and cards, of the first start               (default: 2)
@@ -13,7 +13,7 @@ NUM_STAGES="${NUM_STAGES:-2}"
 OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/runs/elastic-$(date +%Y%m%d-%H%M%S)}"
 PROBE="${PROBE:-import torch; x = torch.ones(64, device='cuda'); assert float(x @ x) == 64.0}"
 
-# The cards that compute, as CUDA_VISIBLE_DEVICES lists them; one that is lost may hang its driver.
+# Print the working cards as CUDA_VISIBLE_DEVICES lists them; a lost card may hang its driver.
 cards() {
     local all card
     all="${CARDS:-$(nvidia-smi --list-gpus 2>/dev/null | awk '{ print NR - 1 }')}"
@@ -32,7 +32,7 @@ for ((restart = 0; ; restart++)); do
     code=0
     wait $! || code=$?
     while kill -0 $! 2>/dev/null; do code=0 && wait $! || code=$?; done # a signal ends `wait`, not the run
-    # 8: a rank hung, 9: a rank was lost or crashed; any other failure would come back
+    # 8 = a rank hung, 9 = a rank was lost or crashed; any other failure would recur
     [[ "$code" =~ ^(8|9)$ ]] && [ "$restart" -lt "${MAX_RESTARTS:-10}" ] || exit "$code"
     if nvidia-smi --list-gpus >/dev/null 2>&1; then
         CUDA_VISIBLE_DEVICES="$(cards)"

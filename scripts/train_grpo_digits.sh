@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Reinforcement learning with the stages that train: the small InternVL of train_pp.sh learns to read
-# digits for 60 steps, until it is right half of the time, and goes on by answering: a reward says
-# whether the digit was right. Held-out accuracy is `reward` of the evaluations; docs/grpo.md.
-# Pictures are read in tiles here: that learns more slowly, and leaves something to the rewards.
+# digits for 60 steps, until half of its answers are right, and then trains on its own answers: a
+# reward scores the digit. Held-out accuracy is `reward` of the evaluations; docs/grpo.md.
+# Pictures are read in tiles here: this trains more slowly, and leaves room for the rewards.
 # Change a key below, or append options: bash scripts/train_grpo_digits.sh --rollouts.kl_beta 0.02
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 

@@ -14,7 +14,7 @@ IMAGE_TOKEN=auto
 COLLATE_FN=sft
 LOSS_FN=sft
 SCHEDULE=1f1b
-PARTITION=parameters # as many weights on each stage; equal numbers of layers would wait for the tower
+PARTITION=parameters # equal weights on each stage; with equal numbers of layers the others wait for the tower
 
 # config and tokenizer of the default job, made from the task's own text
 CONFIG_PATH="$ROOT/.cache/digits-model"

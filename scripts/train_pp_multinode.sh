@@ -16,7 +16,7 @@ COLLATE_FN=sft
 LOSS_FN=sft
 SCHEDULE=1f1b
 
-# config and tokenizer of the default job; moved into place whole, machines may share the folder
+# config and tokenizer of the default job, moved into place at once, since machines may share it
 CONFIG_PATH="$ROOT/.cache/digits-model"
 if [ ! -f "$CONFIG_PATH/config.json" ]; then
     DRAFT="$CONFIG_PATH.$(hostname).$$"

@@ -1,7 +1,7 @@
-"""The door of the command `stageline`: finds commands/ beside this package, and hands over to them.
+"""Entry point of the command `stageline`: find commands/ next to this package and run them.
 
 Only the package is installed. The repository is cloned and edited, so its commands have no other
-place, and this file alone of the package knows of them.
+place, and only this file of the package refers to them.
 """
 
 import sys
@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
-    """Runs the command of the command line; returns its exit code."""
+    """Run the command of the command line; return its exit code."""
     if not (ROOT / "commands").is_dir():
         print(
-            f"error[usage]: stageline is in {ROOT}, and the folder commands is not beside it. Run "
+            f"error[usage]: stageline is in {ROOT}, and the folder commands is not next to it. Run "
             "`pip install --editable .` in the repository.",
             file=sys.stderr,
         )

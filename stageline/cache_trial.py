@@ -1,8 +1,8 @@
-"""Finds by a trial whether a model answers on keys and values that it keeps, and how it is told to.
+"""Find by a trial whether a model can decode with a key-value cache, and the argument of the cache.
 
-A signature says little of that: the library renames its arguments, a forward with `**kwargs` takes
-any name and may do nothing with it, and some models keep more than keys and values. So a cut-down
-copy answers both ways.
+A signature does not tell: transformers renames its arguments, a forward with `**kwargs` takes any
+name and may ignore it, and some models keep more than keys and values. So a scaled-down copy
+answers both ways.
 
 Shapes: B rows, T tokens.
 """
@@ -18,16 +18,16 @@ from transformers import DynamicCache, PreTrainedModel
 from stageline.model_folder import is_of_library, special_tokens
 from stageline.shrink import layer_period, shrink_config
 
-SPREAD = 0.1  # of the noise on all weights: those that start at 0 or 1 hide a swap or a loss
-NAMES = ("cache", "past_key_values")  # the newest first: the library warns of what it renamed
+SPREAD = 0.1  # noise on all weights: weights of 0 or 1 hide a swapped or lost one
+NAMES = ("cache", "past_key_values")  # newest first: transformers warns about the old name
 LENGTHS = (3, 1)  # tokens of two rows before the last one; no window of a copy is as short
-TOLERANCE = 1e-3  # of the largest number
+TOLERANCE = 1e-3  # share of the largest number
 _FOUND: dict[tuple[type, str], str | None] = {}  # (class, configuration) -> the keyword
 
 
 @torch.no_grad()
 def randomise(whole: nn.Module) -> None:
-    """Adds noise to all weights, the same in each process."""
+    """Add noise to all weights, the same in each process."""
     generator = torch.Generator().manual_seed(0)
     for parameter in whole.parameters():
         if parameter.is_floating_point():
@@ -36,10 +36,10 @@ def randomise(whole: nn.Module) -> None:
 
 
 def small_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same class, cut down, on the CPU with random weights in float32.
+    """Return a scaled-down model of the same class, on the CPU with random float32 weights.
 
     Raises:
-        Exception: whatever the library raises where the configuration cannot be cut down.
+        Exception: any type that transformers raises where the configuration cannot be scaled down.
     """
     small = shrink_config(model.config, num_layers=max(2, layer_period(model.config)))
     with torch.random.fork_rng(devices=[]):
@@ -50,10 +50,10 @@ def small_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def cache_name(model: PreTrainedModel) -> str | None:
-    """By which keyword the forward takes a cache of keys and values; None: by no one.
+    """Return the keyword by which the forward takes a cache of keys and values, or None.
 
-    Nor where keys and values are not all that it has to remember of the tokens so far: layers keep
-    a state (Mamba), or positions are counted from another number than 0 (RoBERTa).
+    It is None, too, where keys and values are not all that it keeps of the tokens so far: layers
+    have a state (Mamba), or positions are counted from another number than 0 (RoBERTa).
 
     Args:
         model: any one of its class and configuration, also on meta.
@@ -68,7 +68,7 @@ def cache_name(model: PreTrainedModel) -> str | None:
 
 
 def answers_alike(model: PreTrainedModel) -> bool:
-    """Whether `generate` gives a row the same answer with padding and a cache as without.
+    """Return whether `generate` gives a row the same answer with padding and a cache as without.
 
     Models of transformers are taken to do so. One with code of its own may take a cache among other
     keywords and do nothing with it; `generate` would then hand it the last token only.
@@ -83,18 +83,19 @@ def _tried_name(model: PreTrainedModel) -> str | None:
         ids = torch.tensor([one for one in range(3, 40) if one not in special])
         rows = [ids[: length + 1].roll(length) for length in LENGTHS]
         wholes = [_last(copy, input_ids=row[None], use_cache=False) for row in rows]
-    except Exception as error:  # of any of some hundred classes
+    except Exception as error:  # some hundred classes can fail in any way
         print(
-            f"whether {type(model).__name__} answers on a cache could not be tried on a cut-down "
-            f"copy ({type(error).__name__}: {' '.join(str(error).split())[:200]}): each token of "
-            "an answer reads its whole row",
+            f"whether {type(model).__name__} decodes with a cache could not be tried on a "
+            "scaled-down copy "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): each token of an "
+            "answer reads its whole row",
             file=sys.stderr,
         )
         return None
     for name in NAMES:
         try:
             found = _with_cache(copy, rows, name)
-        except Exception:  # an unknown keyword, layers that want another cache
+        except Exception:  # an unknown keyword, or layers that need another cache
             continue
         if all(
             (one - whole).abs().max() <= TOLERANCE * whole.abs().max()
@@ -105,7 +106,7 @@ def _tried_name(model: PreTrainedModel) -> str | None:
 
 
 def _with_cache(copy: PreTrainedModel, rows: list[torch.Tensor], name: str) -> torch.Tensor:
-    """Of each row, what the last token's place gives: after one pass over all before it."""
+    """Return the output at the last token of each row, after one pass over all before it."""
     width = max(LENGTHS)
     ids_BT = torch.stack(
         [nn.functional.pad(row, (width + 1 - len(row), 0), value=3) for row in rows]
@@ -113,7 +114,7 @@ def _with_cache(copy: PreTrainedModel, rows: list[torch.Tensor], name: str) -> t
     starts_B1 = torch.tensor([[width - length] for length in LENGTHS])
     mask_BT = (torch.arange(width + 1) >= starts_B1).long()
     position_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
-    # as stages keep it: all columns in all layers. A configuration would choose windows and states
+    # Stages keep all columns in all layers, too. A configuration would choose windows and states.
     cache: dict[str, Any] = {name: DynamicCache(), "use_cache": True}
     for new in (slice(0, width), slice(width, width + 1)):
         found = _last(

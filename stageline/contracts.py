@@ -1,4 +1,4 @@
-"""The error of a part that does not keep its contract, which is in docs/add_a_part.md.
+"""Build the error of a component that breaks its contract (docs/add_a_part.md).
 
 Knows no register and no key: a part is named by what it is called and where it is written. Who
 calls a part looks at what came back.
@@ -16,7 +16,7 @@ from stageline.errors import ContractError, UserError
 
 OF_MODELS = ("train_model", "stage model")
 _ROOT = Path(__file__).resolve().parents[1]
-MOST_CHARACTERS = 60  # of a value that is shown
+MOST_CHARACTERS = 60  # longest value that is shown
 
 
 def broken(
@@ -28,7 +28,7 @@ def broken(
     cure: str,
     kind: type[UserError] = ContractError,
 ) -> UserError:
-    """The error of a part that does not keep its contract.
+    """Return the error of a component that breaks its contract.
 
     Args:
         came: what it did, "returned a dict".
@@ -70,8 +70,8 @@ def check_call(register: str, part: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def mismatch(part: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
-    """Why a part does not take these arguments; None: it does, or nobody can tell."""
-    while isinstance(part, functools.partial):  # whose own signature hides what does not fit
+    """Return why a component does not take these arguments; None: it does, or is unknown."""
+    while isinstance(part, functools.partial):  # its own signature hides the mismatch
         args, kwargs = (*part.args, *args), {**part.keywords, **kwargs}
         part = part.func
     try:
@@ -84,7 +84,7 @@ def mismatch(part: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
 
 
 def _unwrapped(part: Any) -> Any:
-    """The part itself, without partials around it, and without the object made of it."""
+    """Return the component itself, without partials or an object around it."""
     while True:
         if isinstance(part, functools.partial):
             part = part.func
@@ -95,7 +95,7 @@ def _unwrapped(part: Any) -> Any:
 
 
 def part_name(part: object) -> str:
-    """What a part is called, and its file and line: `my_loss (my_parts.py:12)`."""
+    """Return the name of a component with file and line: `my_loss (my_parts.py:12)`."""
     inner = _unwrapped(part)
     is_named = inspect.isroutine(inner) or inspect.isclass(inner)
     target: Any = inspect.unwrap(inner) if is_named else type(inner)
@@ -104,7 +104,7 @@ def part_name(part: object) -> str:
         file = Path(inspect.getsourcefile(target) or "")
         code = getattr(target, "__code__", None)
         line = code.co_firstlineno if code else inspect.getsourcelines(target)[1]
-    except (TypeError, OSError):  # of the interpreter, or written without a file
+    except (TypeError, OSError):  # built into the interpreter, or without a file
         return name
     if file.is_relative_to(_ROOT):
         file = file.relative_to(_ROOT)
@@ -112,7 +112,7 @@ def part_name(part: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in a few words: its type, and of tensors their shape."""
+    """Return a short description of a value: its type, and the shape of a tensor."""
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         return f"a tensor of shape {list(value.shape)} in {kind}"

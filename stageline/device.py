@@ -1,8 +1,8 @@
-"""Which device a process computes on, and what torch names by its kind: cuda, xpu, npu, any other.
+"""Choose the device of a process, and the torch module of its kind: cuda, xpu, npu, any other.
 
-torch.accelerator tells which accelerator there is, and how many. Streams, events, generators and
-memory are asked of the module of its kind (`torch.get_device_module`): torch.cuda, torch.xpu and
-torch_npu's torch.npu have one face. torch.Event has no wait in which the host's thread sleeps.
+torch.accelerator tells the kind of accelerator, and how many there are. Streams, events, generators
+and memory are in the module of its kind (`torch.get_device_module`): torch.cuda, torch.xpu and
+torch_npu's torch.npu have one interface. torch.Event has no wait in which the host's thread sleeps.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from stageline.errors import UserError
 
-# what tells a process which devices it may see; read when the first of them is used
+# variables that limit the visible devices; read when the first device is used
 VISIBLE = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "xpu": "ZE_AFFINITY_MASK",
@@ -29,7 +29,7 @@ FUSED = {"cpu", "cuda", "xpu"}  # torch itself has fused optimizers for them; a 
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether it works in streams beside the host, on memory of its own.
+    """Return whether a device works in streams parallel to the host, on memory of its own.
 
     MPS does not: torch gives it no streams, and its memory is the host's.
     """
@@ -37,12 +37,12 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def accelerators(asked: str = "auto") -> list[torch.device]:
-    """Those that a run may compute on; empty: it computes on the CPU.
+    """Return the accelerators that a run may use; empty: it computes on the CPU.
 
-    CUDA's driver is not started: who asks may still fork, or choose which devices are visible.
+    CUDA's driver is not started: the caller may still fork, or choose the visible devices.
 
     Args:
-        asked: "cpu", a kind of accelerator, or "auto": any kind but MPS, which is to be named.
+        asked: "cpu", a kind of accelerator, or "auto": any kind but MPS, which must be named.
 
     Raises:
         UserError: a kind was asked for, and torch finds none of it.
@@ -55,15 +55,15 @@ def accelerators(asked: str = "auto") -> list[torch.device]:
     if asked != "auto" and (kind != asked or not count):
         there = f"{count} x {kind}" if count else "no accelerator"
         raise UserError(
-            f"`device` {asked} came, and torch {torch.__version__} finds {there} here. Install the "
-            "torch that is made for it (npu: and torch_npu), look at "
-            f"{VISIBLE.get(asked, 'its driver')}, or take `device` auto or cpu."
+            f"`device` {asked}: torch {torch.__version__} finds {there} here. Install the torch "
+            "build for it (npu: and torch_npu), check "
+            f"{VISIBLE.get(asked, 'its driver')}, or use `device` auto or cpu."
         )
     return [torch.device(kind, index) for index in range(count)]
 
 
 def stage_devices(asked: str = "auto") -> list[torch.device]:
-    """Those that stages compute on, or stream through: every accelerator, else the CPU.
+    """Return the devices that stages compute on, or stream through: all accelerators or the CPU.
 
     Raises:
         UserError: as `accelerators`; or it is MPS.
@@ -71,15 +71,15 @@ def stage_devices(asked: str = "auto") -> list[torch.device]:
     found = accelerators(asked) or [torch.device("cpu")]
     if found[0].type == "mps":
         raise UserError(
-            "`device` mps came for a model that is cut into stages, which requires streams, "
-            "float64 and a backend of torch.distributed. Take `device` cpu, or answer with a whole "
-            "model, placed by a device_map."
+            "`device` mps cannot run a model in stages, which requires streams, float64 and a "
+            "backend of torch.distributed. Use `device` cpu, or answer with a whole model, placed "
+            "by a device_map."
         )
     return found
 
 
 def visible(devices: Sequence[torch.device]) -> tuple[str, list[str]]:
-    """The variable of the environment that shows a process these devices, and their names in it.
+    """Return the environment variable that limits a process to devices, and their names in it.
 
     Raises:
         UserError: it is not known for devices of this kind.
@@ -96,9 +96,9 @@ def visible(devices: Sequence[torch.device]) -> tuple[str, list[str]]:
 
 
 def group_backend(device: torch.device) -> str:
-    """Of a process group that carries tensors of a device, as torch.distributed writes it.
+    """Return the backend of a process group for tensors of a device, in torch.distributed's form.
 
-    gloo beside an accelerator's own: small integers and objects travel without touching it.
+    gloo is added to an accelerator's own: it carries small integers and objects without the GPU.
     """
     if not is_accelerator(device):
         return "gloo"
@@ -106,7 +106,7 @@ def group_backend(device: torch.device) -> str:
 
 
 def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    """torch's global generators of the host and, behind it, of these devices."""
+    """Return torch's global generators of the host and then of these devices."""
     found = [torch.default_generator]
     for device in filter(is_accelerator, devices):
         module = torch.get_device_module(device)
@@ -118,7 +118,7 @@ def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
 
 @contextmanager
 def generators_kept(devices: Iterable[torch.device]) -> Iterator[list[torch.Generator]]:
-    """Puts the generators of the host and of these devices back behind it; gives them inside."""
+    """Yield the generators of the host and these devices; restore their states afterwards."""
     generators = generators_of(devices)
     states = [generator.get_state() for generator in generators]
     try:
@@ -129,13 +129,13 @@ def generators_kept(devices: Iterable[torch.device]) -> Iterator[list[torch.Gene
 
 
 def synchronize(device: torch.device) -> None:
-    """The host waits for all work of an accelerator; other devices are never behind it."""
+    """Wait for all work of an accelerator; other devices have none."""
     if is_accelerator(device):
         torch.get_device_module(device).synchronize(device)
 
 
 def device_in_use() -> torch.device | None:
-    """The accelerator that this thread computes on; None where the process uses none so far."""
+    """Return the accelerator of this thread; None if the process has used none so far."""
     kind = torch.accelerator.current_accelerator()
     if kind is None or not is_accelerator(kind):
         return None
@@ -145,24 +145,24 @@ def device_in_use() -> torch.device | None:
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Values of the host on a device; the host waits for no copy."""
+    """Return values of the host on a device, without waiting for the copy."""
     return (values.pin_memory() if is_accelerator(device) else values).to(device, non_blocking=True)
 
 
 def sleeping_event(device: torch.device) -> Any:
-    """An event whose `synchronize` lets the thread sleep, where the kind of device has such."""
+    """Return an event whose `synchronize` lets the thread sleep, if the device has such."""
     module = torch.get_device_module(device)
     return module.Event() if device.type == "xpu" else module.Event(blocking=True)
 
 
 def empty_cache() -> None:
-    """Gives memory back that torch's allocator holds and does not use."""
+    """Release memory that torch's allocator holds unused."""
     for device in accelerators()[:1]:
         torch.get_device_module(device).empty_cache()
 
 
 def available_memory() -> int | None:
-    """Bytes that this process may still take of the host, or of its container; None: not known."""
+    """Return the bytes still free on the host, or in the container; None: unknown."""
     found = []
     with contextlib.suppress(OSError, KeyError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -173,14 +173,14 @@ def available_memory() -> int | None:
         limit = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())
         facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        # pages of files are given back when memory is wanted
+        # cached pages of files are freed when memory is needed
         found.append(limit - used + int(facts.get("inactive_file", 0)))
     return min(found, default=None)
 
 
-# settings of torch's allocators; who sets one of them has decided for himself
+# settings of torch's allocators; a user's own setting is kept
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-_ROUND_UP = "pinned_max_round_threshold_mb"  # blocks above it are as long as was asked for
+_ROUND_UP = "pinned_max_round_threshold_mb"  # larger blocks have exactly the requested length
 
 
 def settle_allocators() -> None:
@@ -202,7 +202,7 @@ def settle_allocators() -> None:
 
 
 def pinned_block(num_bytes: int) -> int:
-    """Bytes that torch takes of the host for a pinned tensor of `num_bytes`."""
+    """Return the host bytes that torch allocates for a pinned tensor of `num_bytes`."""
     told = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), "")
     found = re.search(rf"{_ROUND_UP}:(\d+)", told)
     if num_bytes == 0 or (found is not None and num_bytes > int(found[1]) << 20):

@@ -24,10 +24,10 @@ _option_names: Callable[[], Mapping[str, str]] = dict
 
 
 def name_options(names: Callable[[], Mapping[str, str]]) -> None:
-    """Tells which words are options of the command that runs.
+    """Set the names of the options of the running command.
 
-    The engine knows no option: its messages write `num_stages`, as its arguments are called, and
-    `dataset.val_size` for an option of a part.
+    The engine has no options: its messages contain `num_stages`, the name of an argument, and
+    `dataset.val_size` for an option of a component.
 
     Args:
         names: gives argument -> option as it is typed; called when a message is written.
@@ -37,7 +37,7 @@ def name_options(names: Callable[[], Mapping[str, str]]) -> None:
 
 
 def spelled(text: str) -> str:
-    """A message with the options of the command as one types them."""
+    """Return a message with options as they are typed on the command line."""
     names = _option_names() if "`" in text else {}
 
     def spell(match: re.Match) -> str:
@@ -127,7 +127,7 @@ _NO_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left; knows torch's errors by their words."""
+    """Return whether a device or the host ran out of memory, by type or by torch's message."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError):

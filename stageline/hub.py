@@ -16,8 +16,8 @@ from typing import Any
 from stageline.errors import UserError
 from stageline.terminal import is_first
 
-PREFIX = "hub:"  # in front of a name: it is none of a folder
-FETCHED = "STAGELINE_HUB_FETCHED"  # tells the processes of a run what the first one has found
+PREFIX = "hub:"  # prefix that marks a hub name, not a folder
+FETCHED = "STAGELINE_HUB_FETCHED"  # passes the results of the first process to the others of a run
 _NAME = re.compile(r"(?:hub:)?(\w[\w.-]*/\w[\w.-]*?)(?:@(\w[\w./-]*))?")
 _FILE = re.compile(r".*\.(jsonl?|ndjson|[ct]sv|txt|parquet|arrow|safetensors|bin|py|ya?ml|idx)")
 _SNAPSHOT = re.compile(r"(.+)/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
@@ -41,7 +41,7 @@ class HubName:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the revision is a commit, which never changes."""
+        """Return whether the revision is a commit, which never changes."""
         return bool(self.revision and _COMMIT.fullmatch(self.revision))
 
 
@@ -61,7 +61,7 @@ def read_name(text: str | Path, *, folder: Path = Path()) -> HubName | None:
 
 
 def with_commit(given: str, recorded: Iterable[str]) -> str:
-    """A name with the commit that an earlier start of the run has recorded for it, if it did."""
+    """Return a name with the commit that an earlier start of the run recorded, if any."""
     name = read_name(given)
     if name is None or name.is_pinned:
         return given
@@ -73,19 +73,19 @@ def with_commit(given: str, recorded: Iterable[str]) -> str:
 
 
 def name_of(folder: str | Path) -> HubName | None:
-    """The name and commit that a folder of the cache is of, by its path; None: it is another."""
+    """Return the name and commit of a cache folder, from its path; None: another folder."""
     match = _SNAPSHOT.fullmatch(str(folder))
     return HubName(f"{match[2]}/{match[3]}", match[4]) if match else None
 
 
 def title_of(folder: Path) -> str:
-    """What a model is called: its name on a hub, else that of its folder."""
+    """Return the name of a model: that on a hub, else that of its folder."""
     name = name_of(folder)
     return name.repo if name is not None else folder.name
 
 
 def local_folder(given: str | Path, *, option: str = "`model_path`") -> Path:
-    """The folder of a model, adapter or tokenizer, fetched if it is none of this machine.
+    """Return the folder of a model, adapter or tokenizer; fetch it if it is not here.
 
     Raises:
         UserError: nothing of this name can be had.
@@ -100,7 +100,7 @@ def local_folder(given: str | Path, *, option: str = "`model_path`") -> Path:
             found = _from_modelscope(name, option) if is_modelscope else _from_hub(name)
         except UserError:
             raise
-        except Exception as error:  # a client raises what its transport does
+        except Exception as error:  # a client raises errors of its transport
             at = "ModelScope" if is_modelscope else ""
             raise _refused(name, option, error, at=at) from error
         _note(name, found)
@@ -108,7 +108,7 @@ def local_folder(given: str | Path, *, option: str = "`model_path`") -> Path:
 
 
 def pinned_set(given: str, *, option: str = "`dataset_path`") -> str:
-    """The name of a data set with its commit, `hub:owner/name@commit`; a path stays as it is.
+    """Return a data set with its commit, `hub:owner/name@commit`, or a path unchanged.
 
     `datasets` fetches the files. A name stays without a commit where the hub does not answer: the
     cache of `datasets` may do.
@@ -127,7 +127,7 @@ def pinned_set(given: str, *, option: str = "`dataset_path`") -> str:
         try:
             info = HfApi().dataset_info(name.repo, revision=name.revision, timeout=TIMEOUT)
             found = f"{PREFIX}{name.repo}@{info.sha}"
-        except Exception as error:  # the client raises what its transport does
+        except Exception as error:  # the client raises errors of its transport
             is_refusal = isinstance(error, HFValidationError)
             if isinstance(error, HfHubHTTPError):
                 is_refusal = error.response.status_code < 500
@@ -139,7 +139,7 @@ def pinned_set(given: str, *, option: str = "`dataset_path`") -> str:
 
 
 def can_fetch(path: Path) -> bool:
-    """Whether a file that is not here belongs to a folder of the cache."""
+    """Return whether a missing file belongs to a folder of the cache."""
     return not path.exists() and name_of(path.parent) is not None
 
 
@@ -186,13 +186,13 @@ def _from_hub(name: HubName) -> str:
 
 
 def _from_modelscope(name: HubName, option: str) -> str:
-    """The whole folder: its cache does not tell commits, so no file can be fetched later."""
+    """Return the whole folder: its cache has no commits, so no file can be fetched later."""
     try:
         from modelscope import snapshot_download
     except ImportError as error:
         raise UserError(
-            f"{option} {name} was to come from ModelScope (USE_MODELSCOPE_HUB), whose client is "
-            "not installed. pip install modelscope, or unset the variable."
+            f"{option} {name} is on ModelScope (USE_MODELSCOPE_HUB is set), whose client is not "
+            "installed. Run `pip install modelscope`, or unset the variable."
         ) from error
     return str(
         snapshot_download(
@@ -218,7 +218,7 @@ def _note(name: HubName | str, found: str) -> None:
 def _refused(
     name: HubName, what: str, error: Exception, *, kind: str = "models", at: str = ""
 ) -> UserError:
-    """The error for what a hub would not give: what was asked for, why, and the cure."""
+    """Return the error of a failed fetch, with the name, the cause and the remedy."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{name.repo}"

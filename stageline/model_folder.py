@@ -1,7 +1,7 @@
-"""Look at a model folder before transformers does: broken JSON, own code, no folder at all.
+"""Check a model folder before transformers reads it: broken JSON, own code, no folder at all.
 
-All that loads a config, tokenizer or processor comes by here: transformers would run code, ask for
-leave on the terminal, or look up on the network what is no folder.
+Everything that loads a config, tokenizer or processor uses this module: transformers would run
+code, ask for permission on the terminal, or look up a missing folder on the network.
 """
 
 import functools
@@ -22,11 +22,11 @@ from stageline.hub import name_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# what the library reads settings from; config.5.0.0.json may stand in for config.json
+# transformers reads settings from these; config.5.0.0.json may replace config.json
 _SETTINGS = ("config*.json", "*_config.json", "chat_template.json")
-# large, and without code: looked at only when something failed
+# large, and without code: read only when something failed
 _BULKY = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
-# with these what a model and its tokenizer do; weights are not among them
+# these files and the weights determine what a model and its tokenizer do
 _DECIDING = (
     "config.json adapter_config.json *processor_config.json tokenizer* special_tokens_map.json "
     "added_tokens.json chat_template.* vocab.* merges.txt *.model *.tiktoken *.py"
@@ -35,16 +35,16 @@ _CODE = ("auto_map", "attn_implementation", "_attn_implementation", "experts_imp
 
 
 def find_folder(path: str | Path, *, option: str = "`model_path`") -> Path:
-    """The folder of a model on this machine; of a file, the folder that it is in.
+    """Return the folder of a model on this machine, or the folder of a file.
 
     Raises:
-        UserError: nothing is there. Names on a hub are looked up for options of commands alone.
+        UserError: nothing is there. Names on a hub are looked up only for options of commands.
     """
     found = Path(path).expanduser()
     if not found.exists():
         raise UserError(
-            f"{path} in {option} is no folder of this machine. Check the path, or fetch it first: "
-            f"`hf download {path} --local-dir FOLDER`."
+            f"{path} in {option} is not a folder of this machine. Check the path, or fetch it "
+            f"first: `hf download {path} --local-dir FOLDER`."
         )
     return found.parent if found.is_file() else found
 
@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object in a file of a model folder.
 
     Raises:
-        CheckpointError: it is missing, is no JSON, or no object.
+        CheckpointError: it is missing, is not JSON, or not an object.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -66,7 +66,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_folder(path: str | Path, *, trust_remote_code: bool) -> Path:
-    """Refuse a folder with broken settings, or with code that nobody allowed; returns it.
+    """Return a folder; refuse broken settings, and code without `trust_remote_code`.
 
     Raises:
         UserError: no folder, or its settings name Python code and `trust_remote_code` is off.
@@ -95,7 +95,7 @@ def check_folder(path: str | Path, *, trust_remote_code: bool) -> Path:
 
 
 def files_fingerprint(path: str | Path, *, answers: bool = False) -> str:
-    """A hash of the settings, tokenizer and processor of a folder, wherever it is.
+    """Return a hash of the settings, tokenizer and processor of a folder, without its path.
 
     Args:
         answers: the model is asked, so that what ends an answer counts.
@@ -116,23 +116,23 @@ def check_bulky(folder: Path) -> None:
 
 
 def _code_names(value: Any, key: str = "") -> Iterator[str]:
-    """The code that settings name, at any depth: sub-configs and parts have an auto_map each."""
+    """Yield the code that settings name, at any depth: sub-configs have their own auto_map."""
     if isinstance(value, dict | list):
         named: Iterable[tuple[str, Any]] = ((key, one) for one in value)
         if isinstance(value, dict):
             named = value.items()
         for name, inner in named:
             yield from _code_names(inner, key if key in _CODE else name)
-    # "org/name" in place of sdpa is a compiled kernel that the library would fetch
+    # "org/name" in place of sdpa is a compiled kernel that transformers would fetch
     elif value is not None and (key == "auto_map" or (key in _CODE and "/" in str(value))):
         yield str(value)
 
 
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> "PretrainedConfig":
-    """The model's config, from this machine alone.
+    """Return the model's config, only from this machine.
 
     Raises:
-        UserError: no folder, code that nobody allowed, or a model that transformers does not know.
+        UserError: no folder, code that is not allowed, or a model unknown to transformers.
         CheckpointError: config.json is missing, broken or has wrong values.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
@@ -146,7 +146,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> "Pretra
         return AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except Exception as error:  # wrong values raise what they like
+    except Exception as error:  # wrong values can raise any exception type
         lines = str(error).strip().splitlines()
         is_unknown = isinstance(kind, str) and kind not in CONFIG_MAPPING
         raise (UserError if is_unknown else CheckpointError)(
@@ -157,7 +157,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> "Pretra
 
 
 def has_trusted_code(config: object) -> bool:
-    """Whether a config came with code: `load_config` lets such a one pass by the flag only."""
+    """Return whether a config has code, which `load_config` accepts only with the flag."""
     return bool(getattr(config, "auto_map", None))
 
 
@@ -186,7 +186,7 @@ def refused_build(
     error: Exception,
     attn_implementation: str | None = None,
 ) -> UserError:
-    """transformers' refusal to build a model as the user's error."""
+    """Return transformers' refusal to build a model as a UserError."""
     import transformers
 
     if isinstance(error, UserError):
@@ -215,7 +215,7 @@ def refused_build(
 
 
 def is_of_library(model: object) -> bool:
-    """Whether the class of a model is one of transformers."""
+    """Return whether the class of a model is one of transformers."""
     return type(model).__module__.startswith("transformers.")
 
 
@@ -226,7 +226,7 @@ ModelT = TypeVar("ModelT", bound="PreTrainedModel")
 
 
 def called_alike(model: ModelT) -> ModelT:
-    """Have the class of a model that is not transformers' own be called as those are.
+    """Adapt the class of a model that is not in transformers to the call of those that are.
 
     Its forward may lack arguments, and return logits without a name.
     """
@@ -244,7 +244,7 @@ def called_alike(model: ModelT) -> ModelT:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {name: value for name, value in kwargs.items() if name not in lacked}
         output = forward(self, *args, **given)
-        if type(output) in (tuple, dict) and "labels" not in kwargs:  # a loss would be first
+        if type(output) in (tuple, dict) and "labels" not in kwargs:  # a loss would come first
             output = output[0 if type(output) is tuple else "logits"]
         return CausalLMOutput(logits=output) if isinstance(output, torch.Tensor) else output
 
@@ -253,8 +253,8 @@ def called_alike(model: ModelT) -> ModelT:
     return model
 
 
-# Which token ids are no text, by what a configuration and those inside it name.
-# Known without a tokenizer: padding, begin and end, the places of pictures and sounds.
+# Token ids that are not text, read from a configuration and those inside it. They need no
+# tokenizer: padding, begin and end, the placeholders of pictures and sounds.
 
 NAMES = re.compile(
     r".*(token_ids?|token_index|_start_id|_end_id|newline_id|patch_id|(pad|eos|bos|unk|mask)_index)"
@@ -262,12 +262,12 @@ NAMES = re.compile(
 
 
 def is_token(name: str) -> bool:
-    """Whether a field of this name tells the id of a token, or several."""
+    """Return whether a field of this name holds one or several token ids."""
     return bool(NAMES.fullmatch(name)) and "layer" not in name
 
 
 def parts_of(config: "PretrainedConfig") -> "dict[str, PretrainedConfig]":
-    """The configurations inside this one, by the names of their fields."""
+    """Return the configurations inside this one, by the names of their fields."""
     from transformers import PretrainedConfig
 
     found = {name: config.__dict__.get(name) for name in config.to_dict()}
@@ -275,7 +275,7 @@ def parts_of(config: "PretrainedConfig") -> "dict[str, PretrainedConfig]":
 
 
 def walk_config(config: "PretrainedConfig") -> Iterator[dict[str, Any]]:
-    """The fields of a configuration, and of those inside it."""
+    """Yield the fields of a configuration and of those inside it."""
     parts = parts_of(config)
     yield {name: value for name, value in config.to_dict().items() if name not in parts}
     for part in parts.values():
@@ -283,7 +283,7 @@ def walk_config(config: "PretrainedConfig") -> Iterator[dict[str, Any]]:
 
 
 def special_tokens(config: "PretrainedConfig") -> frozenset[int]:
-    """The ids of all tokens that are not text."""
+    """Return the ids of all tokens that are not text."""
     return frozenset(
         one
         for told in walk_config(config)
@@ -295,7 +295,7 @@ def special_tokens(config: "PretrainedConfig") -> frozenset[int]:
 
 
 def rope_parameters(text: "PretrainedConfig") -> list[dict[str, Any]]:
-    """Those of each kind of layer of a language model, or of all."""
+    """Return the rope parameters of each kind of layer of a language model, or of all."""
     rope = getattr(text, "rope_parameters", None) or {}
     return [value for value in rope.values() if isinstance(value, dict)] or [rope]
 
@@ -319,12 +319,12 @@ def num_positions(model: "nn.Module | PretrainedConfig") -> int | None:
         return most
     whole: Any = model
     if isinstance(model, PretrainedConfig):
-        if has_trusted_code(config):  # the library would ask on the terminal
+        if has_trusted_code(config):  # transformers would ask on the terminal
             return most
         try:
             with torch.device("meta"):
                 whole = AutoModelForCausalLM.from_config(config)
-        except ValueError:  # of a kind that has no such class
+        except ValueError:  # this kind has no such class
             return most
     starts = [
         table.padding_idx + 1
@@ -335,7 +335,7 @@ def num_positions(model: "nn.Module | PretrainedConfig") -> int | None:
 
 
 def short_length(text: "PretrainedConfig") -> int | None:
-    """Tokens of a pass up to which LongRoPE has its first set of frequencies; None: it has one."""
+    """Return the tokens of a pass up to which LongRoPE takes its short frequencies, or None."""
     scaled = [one for one in rope_parameters(text) if one.get("rope_type") == "longrope"]
     known = [one.get("original_max_position_embeddings") for one in scaled]
     return min((length for length in known if length is not None), default=None)

@@ -1,7 +1,7 @@
-"""Where this process is: step, operation, stage, micro-batch. For failure reports and the watchdog.
+"""Record step, operation, stage and micro-batch of a process for failure reports and the watchdog.
 
-One record for the process, exchanged as a whole, so that another thread reads it without a lock.
-A device works behind the main thread, which waits somewhere else: marks in its queue tell how far.
+The record is replaced as a whole, so that another thread reads it without a lock. A device runs
+behind the main thread, which may wait somewhere else: marks in its queue tell how far it is.
 """
 
 import contextlib
@@ -13,18 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-MOST_MARKS = 4096  # kept where nobody asks
+MOST_MARKS = 4096  # bound of the marks where no watchdog reads them
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a process does at a moment.
+    """State of a process at a moment.
 
     Attributes:
         operation: "forward", "backward", "optimizer", "save", "data", "start" ...
         step: optimizer steps done; None before the loop.
-        is_waiting: for another rank; such a rank is not the one that hangs.
-        since: when it began, on the clock of `time.monotonic`.
+        is_waiting: it waits for another rank, and is not the rank that hangs.
+        since: start of the operation, on the clock of `time.monotonic`.
     """
 
     operation: str = "start"
@@ -44,28 +44,28 @@ class Mark(Protocol):
     """A point in the queue of a device, such as an event of torch."""
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Return whether the device has reached it."""
         ...
 
 
 _place = Progress(since=time.monotonic())
-# what begins at a mark; None: an end
+# (operation that begins at a mark, or None at an end; the mark)
 _ahead: deque[tuple[Progress | None, Mark]] = deque(maxlen=MOST_MARKS)
 _on_device: Progress | None = None
 
 
 def place() -> Progress:
-    """What the main thread does now."""
+    """Return the operation of the main thread."""
     return _place
 
 
 def where() -> Progress:
-    """What this process does, or its device where that is behind; one thread alone asks.
+    """Return the operation of this process, or of its device if behind; for a single caller thread.
 
-    On a device `since` is when that thread first saw it there.
+    On a device `since` is the time at which that thread first saw the operation.
     """
     global _on_device
-    with contextlib.suppress(RuntimeError):  # the device failed: the main thread will tell
+    with contextlib.suppress(RuntimeError):  # the device failed, and the main thread will report it
         while _ahead and _ahead[0][1].query():
             reached, _ = _ahead.popleft()
             _on_device = reached and replace(reached, since=time.monotonic())
@@ -73,14 +73,14 @@ def where() -> Progress:
 
 
 def begin() -> None:
-    """Forgets what was noted: for a process forked from one that has run something before."""
+    """Clear the record, for a process forked from one that ran something before."""
     global _place, _on_device
     _place, _on_device = Progress(since=time.monotonic()), None
     _ahead.clear()
 
 
 def at_step(step: int) -> None:
-    """Notes how many optimizer steps are done."""
+    """Record the number of optimizer steps done."""
     global _place
     _place = replace(_place, step=step, since=time.monotonic())
 
@@ -94,13 +94,13 @@ def doing(
     is_waiting: bool = False,
     mark: Callable[[], Mark] | None = None,
 ) -> Iterator[None]:
-    """Notes an operation of the main thread; afterwards what was noted before, begun anew.
+    """Record an operation of the main thread, and restart the previous one afterwards.
 
-    After an exception the note stays: it says where the failure happened. Other threads, which
-    write checkpoints for example, leave no notes.
+    After an exception the record stays, as the place of the failure. Other threads, such as those
+    that write checkpoints, record nothing.
 
     Args:
-        mark: sets a mark in the queue of the device that does the operation.
+        mark: sets a mark in the queue of the device that runs the operation.
     """
     global _place
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""The log of a run, `log.jsonl`: how it is read again, and how it says inf and nan."""
+"""Read the log of a run, `log.jsonl`, and write inf and nan in JSON."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def read_log(path: str | Path) -> tuple[list[dict], list[dict]]:
-    """The training and the evaluation records of a JSON-lines log, in order of steps.
+    """Return the training and the evaluation records of a JSON-lines log, in order of steps.
 
     A line that a crash cut off is left out. Where a run was continued from an earlier step, what
     the log holds beyond that step belongs to weights that are gone: the later lines replace it.
@@ -42,14 +42,14 @@ def _is_eval(record: dict) -> bool:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Takes away a last line that a crash cut off; the resumed run comes by its step again."""
+    """Remove a last line that a crash cut off; the resumed run repeats its step."""
     if path.exists():
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures as JSON can say them: inf and nan become null.
+    """Return the figures for JSON: inf and nan become null.
 
     What they were stands in `non_finite`, {name: "nan" | "inf" | "-inf"}, which is there only
     then.

@@ -1,4 +1,4 @@
-"""Seeds. Everything random follows from one number; no seed depends on a rank or on the past.
+"""Derive all seeds from one number; no seed depends on a rank or on the past.
 
 So another number of stages, another schedule and a resumed run draw the same numbers, and no state
 of a generator has to be saved.
@@ -16,7 +16,7 @@ _MASK = 2**64 - 1
 
 
 def derive_seed(seed: int, *names: int | str) -> int:
-    """A seed for one purpose: `derive_seed(seed, "order", epoch)`.
+    """Return a seed for one purpose: `derive_seed(seed, "order", epoch)`.
 
     Returns:
         0 <= seed < 2**63, the same on every machine; unrelated for different names.
@@ -26,10 +26,10 @@ def derive_seed(seed: int, *names: int | str) -> int:
 
 
 def mix_seed(base: int, index: int) -> int:
-    """`derive_seed` in a sixth of its time: output `index` of a SplitMix64 that starts at `base`.
+    """Return output `index` of a SplitMix64 from `base`: six times as fast as `derive_seed`.
 
     Returns:
-        0 <= seed < 2**63. torch's host generator takes its lower 32 bits alone: they are mixed too.
+        0 <= seed < 2**63. torch's host generator takes only its lower 32 bits, mixed, too.
     """
     value = (base + (index + 1) * 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -38,7 +38,7 @@ def mix_seed(base: int, index: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds the global generators of Python, NumPy and torch, on every device."""
+    """Seed the global generators of Python, NumPy and torch, on every device."""
     import torch  # late, here and below: seeds of datasets need no torch
 
     seed_host(seed)
@@ -46,7 +46,7 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_host(seed: int) -> None:
-    """Seeds the global generators of Python, NumPy and torch that draw on the host."""
+    """Seed the global generators of Python, NumPy and torch that draw on the host."""
     import torch
 
     random.seed(seed)
@@ -67,7 +67,7 @@ class HostState:
         self._torch = torch.get_rng_state()
 
     def put_back(self) -> None:
-        """Makes them draw what they would have drawn."""
+        """Restore the generators to the recorded state."""
         import torch
 
         random.setstate(self._python)
@@ -75,7 +75,7 @@ class HostState:
         torch.set_rng_state(self._torch)
 
     def is_current(self) -> bool:
-        """Whether nothing was drawn since."""
+        """Return whether nothing was drawn since then."""
         import torch
 
         now = HostState()
@@ -89,7 +89,7 @@ class HostState:
 
 @contextmanager
 def host_state_kept() -> Iterator[None]:
-    """Puts the host's generators back behind it."""
+    """Restore the host's generators afterwards."""
     state = HostState()
     try:
         yield

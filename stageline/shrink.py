@@ -1,9 +1,8 @@
-"""A cut-down copy of any transformers configuration: what a split is tried on before the real one.
+"""Scale down a copy of any transformers configuration, on which a split is checked first.
 
-What makes a family special stays: multipliers, caps, flags, the kinds of layers and what they have
-to do with each other. What makes it large goes, by the name of the field: depth, width, heads,
-experts, vocabulary, towers. Rules by name serve families that nobody has seen yet. What no such
-rule can know about a family stands at the end.
+Special traits of a family stay: multipliers, caps, flags, the kinds of layers and their relations.
+Sizes shrink by the name of the field: depth, width, heads, experts, vocabulary, towers. Rules by
+name serve future families, too. Exceptions of single families are at the end.
 """
 
 import math
@@ -20,7 +19,7 @@ from stageline.model_folder import is_token, parts_of, special_tokens, walk_conf
 
 
 def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedConfig:
-    """A copy of `config` that a CPU runs in milliseconds.
+    """Return a copy of `config` that a CPU runs in milliseconds.
 
     Args:
         num_layers: of the language model; with `layer_period(config)` or more, every kind of layer
@@ -37,7 +36,7 @@ def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedCon
         small = _shrink_part(config, sizes, text if _holds(config, text) else config)
         _except(config.model_type, small, sizes)
         return type(config).from_dict(small)
-    except Exception as error:  # whatever the checks of some hundred classes raise
+    except Exception as error:  # the checks of some hundred classes raise any type
         raise UserError(
             f"{config.model_type} could not be cut down to {num_layers} layers: "
             f"{type(error).__name__}: {' '.join(str(error).split())}. Fields of its configuration "
@@ -47,7 +46,7 @@ def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedCon
 
 
 def layer_period(config: PretrainedConfig) -> int:
-    """In how many layers of a cut-down copy every kind of layer appears; 1: all are alike."""
+    """Return the number of layers of a copy that has every kind of layer; 1: all are alike."""
     return LayerKinds(config.get_text_config(decoder=True).to_dict()).period
 
 
@@ -66,16 +65,16 @@ INTERVALS = (
     *(("decoder_sparse_step", None), ("moe_layer_interval", None), ("layer_group_size", None)),
     ("n_layers_per_attn_res_block", None),
 )
-LISTED = ("attn_layer_period", "layer_group_size")  # said by the list of kinds, where there is one
+LISTED = ("attn_layer_period", "layer_group_size")  # redundant where there is a list of kinds
 # entry of a layer: the layer whose keys and values it uses
 SOURCES = ("kv_source_layers",)
-# so many first layers are dense, in models without a list of kinds
+# numbers of first layers that are dense, in models without a list of kinds
 PREFIXES = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-MOST = 4  # layers of an interval in a copy
+MOST = 4  # most layers of an interval in a copy
 
 
 def depth_of(told: Mapping[str, Any]) -> int:
-    """The number of layers; 0: the configuration has none."""
+    """Return the number of layers; 0: the configuration has none."""
     found = next((told[name] for name in DEPTHS if isinstance(told.get(name), int)), 0)
     lists = (told.get(name) for name in ("layers_block_type", "layer_types"))
     return found or next((len(one) for one in lists if isinstance(one, list)), 0)
@@ -109,7 +108,7 @@ class LayerKinds:
 
     @property
     def period(self) -> int:
-        """So many layers of a copy have every kind."""
+        """Return the number of layers with which a copy has every kind."""
         patterns = [len(self.told.get("block_types") or [0])]
         listed = {"layers_block_type", "layer_types"} & set(self.lists)
         names = [name for name, _ in INTERVALS if not (listed and name in LISTED)]
@@ -118,8 +117,8 @@ class LayerKinds:
         return math.lcm(max(len(self.firsts), 1 + before), *patterns, *steps)
 
     def fewer(self, num_layers: int) -> dict[str, Any]:
-        """The fields that tell the kinds, for a copy of so many layers."""
-        # for each layer the one that it is made after; the last one like the last
+        """Return the fields with the kinds of layers, for a copy of `num_layers`."""
+        # each layer copies one of the original; the last one copies the last
         models = [self.firsts[index % len(self.firsts)] for index in range(num_layers)]
         if num_layers > len(self.firsts):
             models[-1] = self.last
@@ -160,7 +159,7 @@ class LayerKinds:
 
 
 def _interval(step: object) -> int:
-    """An interval of at most `MOST` layers; halves keep what two intervals have in common."""
+    """Return an interval of at most `MOST` layers; halving keeps common divisors."""
     if not isinstance(step, int) or step < 1:
         return 1
     while step > MOST:
@@ -170,12 +169,12 @@ def _interval(step: object) -> int:
 
 FieldValues = dict[str, Any]
 NUM_HEADS = 4
-HEAD_DIM = 8  # more where rotary positions on a part of a head, or of three axes, ask for it
+HEAD_DIM = 8  # more where partial or three-axis rotary positions need it
 VOCABULARY = 128
 MAX_POSITIONS = 128
 TOWER_DEPTH = 4
 PATCH, GRID = 4, 4  # pixels of a patch, patches of a row of a picture
-TOWER_INDICES = (  # of blocks
+TOWER_INDICES = (  # fields with indices of blocks
     *("deepstack_visual_indexes", "fullatt_block_indexes", "global_attn_indexes"),
     *("intermediate_layers_indices", "out_indices", "vision_feature_layer"),
 )
@@ -224,7 +223,7 @@ WIDTHS = {  # times the width of the copy
 
 @dataclass(frozen=True)
 class Sizes:
-    """What all parts of a copy share: one width, so that any two of them fit together."""
+    """Sizes that all parts of a copy share: one width, so that any two of them fit together."""
 
     num_layers: int
     head_dim: int
@@ -236,7 +235,7 @@ class Sizes:
 
 
 def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
-    """The number of a copy in place of `value`, by the name of the field and those beside it."""
+    """Return the number of a copy for `value`, by the names of its field and of the others."""
 
     def named(pattern: str) -> bool:
         return re.fullmatch(pattern, name) is not None
@@ -244,7 +243,7 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
     width, hidden_size = sizes.width, told.get("hidden_size")
     is_mamba_2 = "state_size" in told and "num_heads" in told
     mamba_head = round((told.get("mamba_expand") or told.get("expand") or 2) * width) // 8
-    # of latent attention: the part of a head that is rotated has `HEAD_DIM` numbers
+    # latent attention: the rotated part of a head has `HEAD_DIM` numbers
     latent = told.get("qk_rope_head_dim") or told.get("qk_nope_head_dim") or value
     latent_head = round(value * HEAD_DIM / latent) if latent else 0
     if named(r"unpadded_vocab_size"):
@@ -290,7 +289,7 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
         blocks = told.get("intermediate_layers_indices") or ()
         return width * (1 + min(len(blocks), TOWER_DEPTH - 1))
     # experts
-    if named(r"topk_group"):  # groups that are chosen from: fewer than all, where it is so
+    if named(r"topk_group"):  # number of selected groups: fewer than all, if the original has fewer
         total = told.get("n_group") or told.get("num_expert_group") or value
         return min(total, 2) if value >= total else 1
     # layers
@@ -366,7 +365,7 @@ def _shrink_fields(fields: FieldValues, told: FieldValues, sizes: Sizes) -> Fiel
 
 
 def _shrink_list(name: str, values: list, told: FieldValues, sizes: Sizes) -> list:
-    """One entry a layer: different numbers stay different, and multiples of the smallest."""
+    """Return one entry per layer: different numbers stay different, and multiples of the least."""
     numbers = {one for one in values if isinstance(one, int) and not isinstance(one, bool)}
     small = {}
     for rank, one in enumerate(sorted(numbers), 1):
@@ -401,7 +400,7 @@ DROPOUT = r".*(dropout|drop|drop_?path|layerdrop|jitter|noise)(_prob|_rate|_p|_n
 
 
 def _head_dim(config: PretrainedConfig) -> int:
-    """The least size of a head in which all rotary positions find room."""
+    """Return the smallest head size that holds all rotary positions."""
     needed = LEAST_HEAD_DIM.get(config.model_type, HEAD_DIM)
     for told in walk_config(config):
         for rope in _ropes(told) if "kv_lora_rank" not in told else ():
@@ -415,7 +414,7 @@ def _head_dim(config: PretrainedConfig) -> int:
 
 
 def _ropes(told: FieldValues) -> list[FieldValues]:
-    """The rotary parameters of a configuration: one set, or one for each kind of layer."""
+    """Return the rotary parameters of a configuration: one set, or one for each kind of layer."""
     rope = told.get("rope_parameters") or told.get("rope_scaling")
     if not isinstance(rope, dict):
         return [{}]
@@ -455,8 +454,8 @@ def _shrink_rope(rope: FieldValues, told: FieldValues, sizes: Sizes) -> FieldVal
 
 # -- what no rule can know about a family, with the reason -----------------------------------------
 
-# rotary positions of three axes: the shares that the model's code takes where the configuration
-# tells none, in numbers of the head of the real model
+# three-axis rotary positions: the default shares in the model's code, in numbers of the head of the
+# real model
 SECTIONS: dict[str, list[int]] = {
     **dict.fromkeys(
         ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "paddleocr_vl_text"), [16, 24, 24]
@@ -478,8 +477,8 @@ LEAST_HEAD_DIM = {"granite4_vision": 16}
 
 
 def _except(model_type: str, small: FieldValues, sizes: Sizes) -> None:
-    """Change in the fields of a copy what no rule can know about its family."""
-    if model_type == "aria":  # its projector has so many tokens for so many patches
+    """Change the fields of a copy that no rule by name covers, for its family."""
+    if model_type == "aria":  # its projector maps a number of patches to a number of tokens
         small["projector_patch_to_query_dict"] = {16: 4}
     elif model_type == "granite4_vision":  # states of the tower go to the inputs of deeper layers
         last = sizes.num_layers - 1

@@ -1,4 +1,4 @@
-"""What the rooms of the engine know of a stage model, whose code is in `stages`.
+"""Interface of a stage model for the engine; its code is in `stages`.
 
 Shapes: B rows of a group or of a micro-batch, T tokens.
 """
@@ -15,7 +15,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Stage(nn.Module):
-    """The contract of a stage model; `StageModel` says what each of these is, and keeps it.
+    """Contract of a stage model; `StageModel` documents and fulfils it.
 
     What answering asks stands last; a decoder of text needs none of it of its own.
 
@@ -30,7 +30,7 @@ class Stage(nn.Module):
     layers: range
     parameter_order: list[str]
     vocabulary: tuple[str, ...]
-    # what loading leaves behind; nothing is there before
+    # loading sets these; they do not exist before
     loaded_from: str | None
     keys_read: set[str]
     keys_fresh: set[str]
@@ -39,7 +39,7 @@ class Stage(nn.Module):
     carried: frozenset[str]
     only_answers = False
 
-    if TYPE_CHECKING:  # what each stage model has of its own
+    if TYPE_CHECKING:  # each stage model defines these
 
         @property
         def is_first(self) -> bool: ...
@@ -61,64 +61,64 @@ class Stage(nn.Module):
 
     @property
     def can_decode(self) -> bool:
-        """Whether the forward hands `past_key_values` and `position_ids` to the layers.
+        """Return whether the forward hands `past_key_values` and `position_ids` to the layers.
 
-        Without it each token of an answer reads its whole row anew. A class may set it to True.
+        Without it each token of an answer reads its whole row again. A class may set it to True.
         """
         return False
 
     @property
     def reads_in_pieces(self) -> bool:
-        """Whether a prompt of text can be read in several passes, each on the cache so far.
+        """Return whether a prompt of text can be read in several passes, each on the cache so far.
 
-        Only where that gives the same as one pass: masks and positions of a piece follow from how
-        many tokens came before it, and nothing but keys and values is kept.
+        It can only where that equals one pass: masks and positions of a piece follow from the
+        number of tokens before it, and only keys and values are kept.
         """
         return False
 
     def num_cache_layers(self) -> int:
-        """Layers of a cache as the model counts them: LongCat attends twice in each of its own."""
+        """Return the cache layers in the model's count: LongCat attends twice in each layer."""
         text = self.config.get_text_config(decoder=True)
         return max(self.num_layers(), getattr(text, "num_hidden_layers", 0))
 
     @property
     def short_length(self) -> int | None:
-        """Up to so many tokens a pass has other rotary frequencies than above, for all its rows.
+        """Return the longest row, in tokens, with the short rotary frequencies; None: one set.
 
-        LongRoPE chooses by the longest row: rows of both kinds must not share a pass, and keys of
-        one kind are of no use to the other. None: frequencies are always the same.
+        LongRoPE chooses by the longest row of a pass: rows of both kinds must not share a pass, and
+        keys of one kind are useless to the other.
         """
         return None
 
     def answer_only(self) -> None:
-        """Leaves out what a forward does for training alone."""
+        """Drop the work that a forward does only for training."""
         self.only_answers = True
 
     def decode_positions(self, batch: Batch) -> torch.Tensor:
-        """Positions of the tokens of prompts that are padded on the left.
+        """Return the positions of the tokens of left-padded prompts.
 
         Returns:
-            [B, T], or [axes, B, T]; the token behind a prompt has the largest one's successor.
+            [B, T], or [axes, B, T]; the token after a prompt has the largest one plus 1.
         """
         return (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
 
     def fixed_layers(self) -> frozenset[int]:
-        """Layers whose keys and values are those of a prompt's images: no step adds any."""
+        """Return the layers with keys and values only of a prompt's images; no step adds any."""
         return frozenset()
 
     def kept_inputs(self, batch: Batch) -> Batch:
-        """What the steps of an answer read of its prompts, besides the cache; dim 0 is the row."""
+        """Return the prompt tensors that steps of an answer read with the cache; dim 0 = row."""
         return {}
 
     def decode_inputs(self, kept: Sequence[Batch], num_columns: int) -> Batch:
-        """What the forward of one step takes for this.
+        """Return the arguments that the forward of one step takes for them.
 
         Args:
-            kept: of each row of the group: its part of `kept_inputs`.
-            num_columns: of the group's cache, the step's own included.
+            kept: the part of `kept_inputs` of each row of the group.
+            num_columns: columns of the group's cache, including the step's own.
         """
         return {}
 
     def fixed_cells(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Memory of a prompt's fixed keys and values, in tokens that take as much."""
+        """Return the memory of a prompt's fixed keys and values, as a number of tokens."""
         return 0

@@ -8,7 +8,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def format_table(rows: Rows, *, num_texts: int = 1, rules: Sequence[int] = ()) -> str:
-    """Aligned columns: texts to the left, the numbers behind them to the right.
+    """Return aligned columns: texts on the left, the numbers after them on the right.
 
     Args:
         rows: the first one is the header.
@@ -27,7 +27,7 @@ def format_table(rows: Rows, *, num_texts: int = 1, rules: Sequence[int] = ()) -
 
 
 def markdown_table(rows: Rows, *, num_texts: int = 1) -> str:
-    """The same in Markdown; cells may hold any text."""
+    """Return the same table in Markdown; cells may contain any text."""
     rule = ["---"] * num_texts + ["--:"] * (len(rows[0]) - num_texts)
     cells = [[_markdown_cell(cell) for cell in row] for row in rows]
     lines = [cells[0], rule, *cells[1:]]
@@ -41,7 +41,7 @@ def _markdown_cell(text: str) -> str:
 
 
 def natural_key(name: str) -> list[tuple[float, str]]:
-    """Sorts names with their numbers as numbers: -90, 0, 9 o'clock, 10 o'clock, left."""
+    """Return a sort key that orders numbers in names: -90, 0, 9 o'clock, 10 o'clock, left."""
     if re.fullmatch(r"[+-]?\d+(\.\d+)?", name):
         return [(float(name), "")]
     parts = re.split(r"(\d+)", name)
@@ -60,7 +60,7 @@ def human_count(count: float) -> str:
 
 
 def _with_unit(count: float, *, base: int, units: Sequence[str]) -> str:
-    """One digit behind the point; a number that would round up to `base` takes the next unit."""
+    """Return one decimal; a number that rounds up to `base` takes the next unit."""
     unit = 0
     while unit + 1 < len(units) and round(count, 1 if unit else 0) >= base:
         count /= base

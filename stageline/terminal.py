@@ -1,7 +1,7 @@
-"""What a run shows on its terminal: few lines before its first step, then whole lines beside a bar.
+"""Terminal output of a run: few lines before its first step, then whole lines above a bar.
 
-All that is said is kept in run.log, too. Only the process that reports says anything; what others
-write (warnings, errors) starts on a line of its own. Imports no torch: the first lines precede it.
+Everything printed is in run.log, too. Only the reporting process prints; output of others
+(warnings, errors) starts on its own line. Imports no torch: the first lines precede it.
 """
 
 import contextlib
@@ -18,25 +18,25 @@ CLEARED = "\r\x1b[K"  # the line that a bar of another process may stand on
 
 
 def is_first() -> bool:
-    """Whether this process is the one of a run that prints; before the processes have met, too."""
+    """Return whether this process prints for the run, also before the processes connect."""
     return os.environ.get("RANK", "0") == "0"
 
 
 class Terminal:
-    """The lines of a run; each process has one, `terminal`."""
+    """Terminal output of a process; each has one, `terminal`."""
 
     def __init__(self) -> None:
-        self.path: Path | None = None  # of run.log
-        self._kept: list[str] = []  # lines for it until it is there
+        self.path: Path | None = None  # the path of run.log
+        self._kept: list[str] = []  # lines for run.log before it exists
         self._room: int | None = None  # lines that may still be shown; None: any number
-        self._held: list[str] = []  # shown to nobody
+        self._held: list[str] = []  # lines that were not shown
 
     def begin_quietly(self) -> None:
-        """From here to `started` few lines are shown; more go into the file alone."""
-        self._room, self._held = MOST_LINES - 1, []  # the last line tells of the others
+        """Show few lines until `started`; further ones go only into the file."""
+        self._room, self._held = MOST_LINES - 1, []  # the last line counts the others
 
     def started(self) -> None:
-        """The first step is done: says how many lines were not shown; from here all are."""
+        """Print how many lines were not shown; from the first step on all are."""
         held, self._held, self._room = self._held, [], None
         if len(held) > 1 and self.path is not None:
             held = [f"{len(held)} more lines are in {self.path}"]
@@ -44,16 +44,16 @@ class Terminal:
             print(line, flush=True)
 
     def keep(self, path: Path) -> None:
-        """Writes into this file from now on, and what was said before."""
+        """Write all lines, earlier ones included, into this file."""
         self.path = path
         lines, self._kept = self._kept, []
         self._write(lines)
 
     def say(self, text: str, *, is_detail: bool = False) -> None:
-        """Prints a text, on the process that reports.
+        """Print a text, on the process that reports.
 
         Args:
-            is_detail: for the file alone.
+            is_detail: only for the file.
         """
         if not is_first():
             return
@@ -72,7 +72,7 @@ class Terminal:
         if self.path is None:
             self._kept += lines
             return
-        # a full disk is told by what has to be kept there
+        # a full disk is reported by the files that must be written
         with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
 
@@ -94,7 +94,7 @@ class _Beside:
         return len(text)
 
     def finish(self) -> None:
-        """Writes a line that nobody ended."""
+        """Write a line that was not ended."""
         if self._text:
             self.stream.write(self._text)
         self.stream.flush()
@@ -116,7 +116,7 @@ class _Beside:
 
 @contextlib.contextmanager
 def beside_bar(bar: Any | None) -> Iterator[None]:
-    """Prints, warnings and logged lines of this process leave the bar whole.
+    """Keep the bar intact while this process prints, warns and logs.
 
     Args:
         bar: of tqdm; None: it is another process's, on the same terminal.
@@ -137,7 +137,7 @@ def beside_bar(bar: Any | None) -> Iterator[None]:
 
 
 def _move_handlers(stream: Any, other: Any) -> None:
-    """What is logged to one stream goes to the other: handlers keep the stream they began with."""
+    """Move log handlers from one stream to the other; they keep the one they began with."""
     loggers = [logging.root, *map(logging.getLogger, list(logging.root.manager.loggerDict))]
     for handler in {handler for logger in loggers for handler in logger.handlers}:
         if isinstance(handler, logging.StreamHandler) and vars(handler).get("stream") is stream:

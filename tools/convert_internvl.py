@@ -244,7 +244,7 @@ _TEMPLATES = {"phi3-chat": _PHI3}
 
 
 def convert_internvl(source: str | Path, target: str | Path) -> Path:
-    """Writes a native folder with the weights of an old one, bit by bit, in their own dtype.
+    """Write a native folder with the weights of an old one, bit by bit, in their own dtype.
 
     Holds one file of weights in memory at a time.
     """

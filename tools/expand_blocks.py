@@ -36,7 +36,7 @@ Places = list[tuple[int, bool]]  # for each new layer the old one, and whether i
 
 
 def expand_blocks(source: str | Path, target: str | Path, *, num_expand: int) -> Path:
-    """Writes a model folder with `num_expand` more layers, one behind each group of equal size.
+    """Write a model folder with `num_expand` more layers, one behind each group of equal size.
 
     Raises:
         UserError: the layers are no such groups, the target exists, or the names of the layers

@@ -360,7 +360,7 @@ def _command(theirs: Theirs) -> str:
 
 
 def _taken(got: Ours, command: str) -> Ours | str:
-    """The options that a command has, or that no command has; a text where only others do."""
+    """Return the options of a command or of none; a text if only other commands have them."""
     kept, takers = {}, []
     for option, value in got.items():
         head = option.partition(".")[0].replace("-", "_")
@@ -473,7 +473,7 @@ def _option(name: str, value: Any) -> list[str]:
 
 
 def main() -> None:
-    """Reads the command line, and writes the file."""
+    """Read the command line, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, help="a YAML of LLaMA-Factory")
     parser.add_argument("--output", type=Path, help="a new file; default: stageline_FILE")
@@ -515,7 +515,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _info_of(file: Path, theirs: Theirs) -> Path | None:
-    """The register of data sets that a file names, in the working folder or above the file."""
+    """Return the register of data sets of a file, in the working folder or above the file."""
     name = theirs.get("train_dataset") or f"{theirs.get('dataset_dir', 'data')}/{INFO}"
     places = [Path(folder, name) for folder in (Path(), *file.absolute().parents)]
     return next((place for place in places if place.is_file()), None)

@@ -19,7 +19,7 @@ NUM_LAYERS = 4
 
 
 def main() -> None:
-    """Reads the command line, and writes the folder."""
+    """Read the command line, and write the folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("family", help="a model type of transformers, or a key of --train-model")
     parser.add_argument("folder", type=Path, help="a new or an empty folder")
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def write(family: str, folder: Path) -> None:
-    """Writes configuration and tokenizer or processor of a family."""
+    """Write configuration and tokenizer or processor of a family."""
     from stageline.data.text.processor import save_processor
 
     config, processor = make(family)

@@ -13,7 +13,7 @@ from stageline.checkpoint.shards import shard_name, write_index, write_shard
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A draft to write in, which is called `folder` at the end; an error leaves nothing behind."""
+    """Yield a draft folder that becomes `folder` at the end; an error leaves nothing behind."""
     refuse_existing(folder)
     draft = folder.parent / draft_name(folder)
     draft.mkdir(parents=True)

@@ -1,7 +1,7 @@
 """Find in a model's text where the answer stands, and read which option it names.
 
-The Chinese words that answers are made of become English ones, so that one reader does both. That
-is no translation: what is no word of an answer stays as it is.
+Chinese words of answers are replaced with English ones, so that one reader does both. Other words
+stay as they are.
 """
 
 import re
@@ -118,9 +118,9 @@ def clean(text: str) -> str:
 
 
 def without_question(text: str, question: str | None) -> str:
-    """The cleaned text without the question that it begins with, said again word by word.
+    """Return the cleaned text without a verbatim repetition of the question at its beginning.
 
-    Of a very long text the beginning and the end are kept.
+    A very long text is reduced to its beginning and its end.
     """
     if len(text) > MOST:
         text = f"{text[: MOST // 2]}\n{text[-MOST // 2 :]}"
@@ -133,7 +133,7 @@ def without_question(text: str, question: str | None) -> str:
 def read_answer(
     text: str, read: Callable[[str], Said | None], *, is_verdict: bool = False
 ) -> Said | None:
-    """What the first telling place of a cleaned text says (rules 3 to 7).
+    """Return the answer at the first telling place of a cleaned text (rules 3 to 7).
 
     Args:
         read: a place -> what it says, or None.
@@ -165,12 +165,12 @@ def first_segment(text: str) -> str:
 
 
 def without_refusals(text: str) -> str:
-    """Takes out "I can't tell whether ...", up to the next comma."""
+    """Remove "I can't tell whether ...", up to the next comma."""
     return REFUSAL.sub(" ", text)
 
 
 def _marked(text: str, is_verdict: bool) -> Iterator[str]:
-    """What follows "the answer is" or "actually", the last one first; then "therefore"."""
+    """Yield the text after "the answer is" or "actually", last one first; then "therefore"."""
     strong = [
         found
         for found in _ANSWER.finditer(text)
@@ -208,7 +208,7 @@ _DENIED = tuple(
 
 
 def without_negated(text: str) -> str:
-    """Leaves of a cleaned text what it does not deny: "not left but right" leaves right."""
+    """Return a cleaned text without what it denies: "not left but right" gives right."""
     for rule in _DENIED:
         text = rule.sub(" ", text)
     return text
@@ -245,8 +245,8 @@ def parse_choice(
     """Return the place of the option that an answer names, by its letter or by its text.
 
     A letter counts where it can't be a word: alone, "B.", "(B)", "answer is B". It wins over a
-    text that contradicts it. Of several options in the text, one that holds the others counts
-    ("top left" holds "left"); options after "not" don't.
+    text that contradicts it. An option in the text that contains the others there wins ("top left"
+    contains "left"); options after "not" don't count.
 
     Args:
         read: (what a place does not deny, the place, the options) -> the option that it means
@@ -301,7 +301,7 @@ def named_options(said: str, options: Sequence[str]) -> list[int]:
 
 
 def _named(said: str, options: Sequence[str]) -> list[int]:
-    """Options that stand in the text and are no part of another one that does."""
+    """Return the options in the text that are not part of another option in it."""
     found = [i for i, option in enumerate(options) if contains_words(said, option)]
     return [
         i
@@ -311,7 +311,7 @@ def _named(said: str, options: Sequence[str]) -> list[int]:
 
 
 def _without_list(said: str, options: Sequence[str]) -> str:
-    """Takes out the list of the options with their letters, where an answer repeats all of it."""
+    """Remove the list of options with their letters, where an answer repeats all of it."""
     patterns = [
         rf"\(?\b{chr(ord('a') + i)}[.):]\s*{re.escape(option)}(?!\w)[.,;]?"
         for i, option in enumerate(options)

@@ -1,4 +1,4 @@
-"""Reads answers that a model wrote in free text: yes or no, an option, directions, clock, angle.
+"""Read answers that a model wrote in free text: yes or no, an option, directions, clock, angle.
 
 Pure strings. Each function returns None (directions: nothing) where the text does not say, which
 counts as wrong. The rules are numbered in docs/metrics.md: 8 is what a text denies, 10 to 13 yes
@@ -85,7 +85,7 @@ def _read_directions(place: str) -> frozenset[str] | None:
 
 
 def _is_undecided(tokens: list[str]) -> bool:
-    """Whether two directions are joined by "or", with nothing but fillers between."""
+    """Return whether two directions are joined by "or", with nothing but fillers between."""
     last, saw_or = None, False
     for token in tokens:
         if token in _DIRECTION_OF:
@@ -140,7 +140,7 @@ def parse_clock(text: str, *, question: str | None = None) -> int | None:
 
 
 def is_clock(text: str) -> bool:
-    """Whether a text is written as a clock position ("3 o'clock", "3:00")."""
+    """Return whether a text is written as a clock position ("3 o'clock", "3:00")."""
     return _CLOCK.search(without_question(text, None)) is not None
 
 
@@ -291,7 +291,7 @@ def _is_yes(verdict: re.Match[str]) -> bool:
 
 
 def _contradicts(first: re.Match[str], words: str) -> bool:
-    """Whether a later verdict on the statement says the other: "yes, the claim is false"."""
+    """Return whether a later verdict on the statement says the other: "yes, the claim is false"."""
     later = re.search(
         r"\b(?:statement|caption|claim|sentence|description)\s+is(?P<rest>n't.*|\s.*)", words
     )

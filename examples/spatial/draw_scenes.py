@@ -1,4 +1,4 @@
-"""Draws scenes into a folder that --dataset rotate_qa reads: pictures and a file of questions.
+"""Draw scenes into a folder that --dataset rotate_qa reads: pictures and a file of questions.
 
 Usage: draw_scenes.py FOLDER [--split test] [--num_test 50] [--image_size 160] ...
 The options are those of --dataset scenes.
@@ -16,7 +16,7 @@ from examples.spatial.scenes import Scenes
 
 
 def export_scenes(scenes: Scenes, folder: str | Path, *, split: str) -> None:
-    """Writes pictures and `split`.jsonl, as `dataset` rotate_qa reads them.
+    """Write pictures and `split`.jsonl, as `dataset` rotate_qa reads them.
 
     Groups are written with `contrast_group` and `role`, a sample a line.
     """

@@ -1,4 +1,4 @@
-"""Writes a small InternVL for the scenes: config, random weights, tokenizer and image processor.
+"""Write a small InternVL for the scenes: config, random weights, tokenizer and image processor.
 
 Every word of the questions is a token; other text is read byte by byte. The weights follow from the
 seed, so that runs of several kinds can start from the same ones.

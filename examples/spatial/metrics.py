@@ -57,7 +57,7 @@ def whats_up(predictions: Predictions, samples: Samples) -> dict[str, Any]:
 
 
 def _whole(samples: Samples, scores: Sequence[int], *, key: str, size: int) -> list[bool]:
-    """Whether all of each complete pair or set are right."""
+    """Return whether all of each complete pair or set are right."""
     found: dict[str, list[int]] = {}
     for sample, score in zip(samples, scores, strict=True):
         if sample.get(key) is not None:
@@ -120,7 +120,7 @@ _READERS: dict[str, Callable[..., Any]] = {
 
 
 def _is(kind: str, answer: str) -> bool:
-    """Whether an answer is of a kind; a bare number is an angle rather than a clock position."""
+    """Return whether an answer is of a kind; a bare number is an angle, not a clock position."""
     if kind == "clock":
         return is_clock(answer)
     return _READERS[kind](answer) not in (None, frozenset())

@@ -16,7 +16,7 @@ def spatial_consistency(
     *,
     view_of: str = "contrast_group",
 ) -> list[float | None]:
-    """1 where the answers to all views of a scene are right: mirrored, rotated or asked anew.
+    """1 where the answers to all views of a scene are right: mirrored, rotated or rephrased.
 
     Nothing for a sample without another view in the same step: keep the views of a scene together
     by a dataset with groups (arXiv 2506.01371).
@@ -30,7 +30,7 @@ def spatial_consistency(
 def spatial_choice(
     prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
 ) -> list[float | None]:
-    """As choice; "upper left", "no, it is not" or "at three" name an option by what they mean."""
+    """Like choice; "upper left", "no, it is not" or "at three" name an option by their meaning."""
     found: list[float | None] = []
     for text, sample in zip(completions, samples, strict=True):
         right, choices = right_choice(sample, read=parse_choice), list(map(str, sample["choices"]))
@@ -68,7 +68,7 @@ def agreement(
 
 
 def is_spatially_right(completion: str, sample: Sample) -> bool:
-    """Whether an answer is right, or names the right directions."""
+    """Return whether an answer is right, or names the right directions."""
     if is_answer(completion, sample):
         return True
     asked = sample.get("question")

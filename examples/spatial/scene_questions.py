@@ -99,7 +99,7 @@ class Scene:
         return replace(self, things=tuple(things))
 
     def is_crowded(self) -> bool:
-        """Whether two things are in nearly the same direction, or hide each other."""
+        """Return whether two things are in nearly the same direction, or hide each other."""
         places = [self.place(self.position(index)) for index in range(len(self.things))]
         return any(
             angle_between(self.things[i].bearing, self.things[j].bearing) < LEAST_ANGLE
@@ -227,13 +227,13 @@ class SceneRules:
         return tuple(way for way in WAYS if way in ways)
 
     def is_held_out(self, thing: Thing, heading: int) -> bool:
-        """Whether this shape in this colour at this heading is kept from training: one in five."""
+        """Return whether a shape, colour and heading is held out of training: one in five."""
         step = heading * self.headings // 360
         place = self.shapes.index(thing.shape) + 2 * self.colors.index(thing.color) + step
         return place % 5 == 0
 
     def allow(self, question: Question) -> bool:
-        """Whether the answer is clear, nothing is hidden, and the combinations fit the split."""
+        """Return whether the answer is clear, nothing is hidden, and all fits the split."""
         scene = question.scene
         if question.answer is None or scene.is_crowded():
             return False

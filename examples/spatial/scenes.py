@@ -269,7 +269,7 @@ class Scenes:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Refuses what cannot be drawn."""
+    """Refuse what cannot be drawn."""
     limits = {
         "num_train": (1, 10**8),
         "num_test": (1, 10**8),

@@ -90,7 +90,7 @@ class SpatialRows(RowsDataset):
         return images, {"id": self.sample_id(row), "cluster": images[0], **sample}
 
     def sample_id(self, row: Row) -> str:
-        """The id; told with every error of the row."""
+        """Return the id, which every error of the row contains."""
         raise NotImplementedError
 
     def read(self, row: Row) -> tuple[list[str], dict[str, Any]]:
@@ -158,7 +158,7 @@ def _image_roots(folder: Path, image_path: str | None, *names: str) -> list[Path
 
 
 def _check_options(options: Sequence[str]) -> None:
-    """Refuses fewer than two options, and two that read the same."""
+    """Refuse fewer than two options, and two that read the same."""
     texts = [" ".join(option.lower().split()) for option in options]
     double = next((text for i, text in enumerate(texts) if text in texts[:i]), None)
     if double is not None:

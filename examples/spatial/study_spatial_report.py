@@ -242,7 +242,7 @@ def study_markdown(figures: Mapping[str, Any], *, title: str, settings: Mapping[
 
 
 def verdict(name: str, difference: Mapping[str, Any]) -> str:
-    """Whether the arms differ, as far as the runs can tell."""
+    """Return whether the arms differ, as far as the runs can tell."""
     arm, _, baseline = name.partition(" - ")
     num_seeds = len(difference["by_seed"])
     if num_seeds < 3:

@@ -1,1 +1,1 @@
-"""What shipped datasets, metrics and rewards are made of: digits, reading of answers."""
+"""Building blocks of the built-in datasets, metrics and rewards: digits, reading of answers."""

@@ -39,7 +39,7 @@ _DENIAL = re.compile(r"\b(?:not|never|neither|nor|cannot|wrong|incorrect)\b|n't\
 
 
 def plain(text: str) -> str:
-    """Lower case, plain quotes and widths, no markup; lines are kept.
+    """Return lower case with plain quotes and widths, without markup; lines are kept.
 
     What a model thought aloud is left out; a thought without an end says nothing.
     """
@@ -53,7 +53,7 @@ def plain(text: str) -> str:
 
 
 def normalize(text: str) -> str:
-    """`plain` on one line and without outer punctuation; of an answer tag alone what is in it."""
+    """Return `plain` on one line, without outer punctuation or an answer tag around all of it."""
     for _ in range(2):  # a box in a tag; a model may repeat tags without an end
         alone = _without_thoughts(text).strip("$. \n")
         tagged = _TAGGED.search(alone)
@@ -63,13 +63,13 @@ def normalize(text: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """On one line and without outer punctuation; .5 keeps its point."""
+    """Return the text on one line and without outer punctuation; .5 keeps its point."""
     text = re.sub(r"\s+", " ", text).rstrip(" .,;:!?\"'。，！？")
     return re.sub(r"^(?:[ ,;:!?\"'。，！？]|\.{2,}|\.(?!\d))+", "", text)
 
 
 def contains_words(text: str, words: str) -> bool:
-    """Whether normalized `words` stand in normalized `text` as whole words.
+    """Return whether normalized `words` are in normalized `text` as whole words.
 
     A number is none within another one: 3 is not in 3.14, 200 not in 1,200, 5 not in -5.
     """
@@ -84,7 +84,7 @@ def contains_words(text: str, words: str) -> bool:
 
 
 def says_nothing(text: str) -> bool:
-    """Whether a text is empty or only says that it does not know."""
+    """Return whether a text is empty or only says that it does not know."""
     text = _CHINESE_REFUSAL.sub(" cannot tell ", plain(text)).replace("。", ". ")
     return re.search(r"\w", REFUSAL.sub(" ", text).replace("but", "")) is None
 

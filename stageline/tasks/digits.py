@@ -63,7 +63,7 @@ class Digits:
         return f"digits row {self.rows[index]}"
 
     def fingerprint(self) -> str:
-        """Of the pixels as scikit-learn has them, the size and the rows of this split."""
+        """Return a SHA-256 of scikit-learn's pixels, the image size and the rows of this split."""
         digest = sha256(f"digits {self._image_size} ".encode())
         for array in (self._pixels, self._labels, self.rows):
             digest.update(array.tobytes())
@@ -72,7 +72,7 @@ class Digits:
 
 @lru_cache(maxsize=1)
 def _load() -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-    """Pixels [1797, 8, 8] as bytes, labels [1797], rows of both splits."""
+    """Return pixels [1797, 8, 8] as bytes, labels [1797], and the rows of both splits."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -87,7 +87,7 @@ def _load() -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]
 
 
 def _draw_test(labels: numpy.ndarray) -> numpy.ndarray:
-    """Rows of the test, sorted: of each digit its share, drawn by the hash of the row's number.
+    """Return the sorted test rows: a share of each digit, drawn by a hash of the row's number.
 
     Written out, so that the split is the same with every version of every library.
     """

@@ -1,7 +1,7 @@
-"""How good one answer is: what the shipped rewards judge by. Plain texts and numbers.
+"""Score one answer, for the built-in rewards. Plain texts and numbers.
 
-Nothing is evaluated: numbers are read by a pattern and kept as fractions, and a pattern of the
-user's gets a time limit, since a long answer can make one search for hours.
+No text is executed: numbers are matched by a pattern and kept as fractions. A pattern of the user
+has a time limit, since its search in a long answer could take hours.
 """
 
 import json
@@ -20,7 +20,7 @@ from stageline.tasks.answer_text import normalize, parse_choice
 Sample = Mapping[str, Any]
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S | re.I)
 _THOUGHT = re.compile(r".*</think>", re.S | re.I)
-# a hyphen behind a word or a number is no sign: "10-15" ends with 15
+# a hyphen after a word or a number is not a sign: "10-15" ends with 15
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+])?"
     r"(?:(?:\d{1,3}(?:,\d{2,3}){0,12},\d{3}(?!\d)|\d{1,41})(?:\.\d{0,40})?|\.\d{1,40})"
@@ -28,7 +28,7 @@ _NUMBER = re.compile(
     re.I,
 )
 _OUT_OF_TEN = re.compile(r"\s*(?:/|out of)\s*10\b", re.I)
-PATTERN_SECONDS = 0.2  # for one answer
+PATTERN_SECONDS = 0.2  # timeout for one answer, in seconds
 
 
 def _name(sample: Sample) -> object:
@@ -36,13 +36,13 @@ def _name(sample: Sample) -> object:
 
 
 def said(completion: str) -> str:
-    """What an answer says in the end: in its last <answer> tag, else behind its thoughts."""
+    """Return the final answer of a text: in its last <answer> tag, else after its thoughts."""
     tagged = _ANSWER.findall(completion)
     return tagged[-1].strip() if tagged else _THOUGHT.sub("", completion).strip()
 
 
 def references(sample: Sample) -> list[str]:
-    """The answers that count as right; of messages the last turn, if it is the assistant's.
+    """Return the right answers; for messages, the last turn if it is the assistant's.
 
     Raises:
         DataError: the row has none.
@@ -65,12 +65,12 @@ def references(sample: Sample) -> list[str]:
 
 
 def is_answer(completion: str, sample: Sample) -> bool:
-    """Whether an answer is the right one and nothing else, but for case and punctuation."""
+    """Return whether an answer is exactly the right one, up to case and punctuation."""
     return normalize(said(completion)) in [normalize(one) for one in references(sample)]
 
 
 def number_in(text: str) -> Fraction | None:
-    """The last number of a text; 1,200.5, 3/4, 40% and 1e-3 are numbers."""
+    """Return the last number of a text; 1,200.5, 3/4, 40% and 1e-3 are numbers."""
     for found in reversed(list(_NUMBER.finditer(text[-4000:].replace("\u2212", "-")))):
         whole, _, below = found[0].rstrip("% \xa0\\").replace(",", "").partition("/")
         try:
@@ -82,7 +82,7 @@ def number_in(text: str) -> Fraction | None:
 
 
 def is_near(completion: str, sample: Sample, *, tolerance: float, is_relative: bool) -> bool | None:
-    """Whether the number that an answer ends with is close to a right one; None: there is none."""
+    """Return whether the last number of an answer is close to a right one; None: no number."""
     value = number_in(said(completion))
     if value is None:
         return None
@@ -100,13 +100,13 @@ def is_near(completion: str, sample: Sample, *, tolerance: float, is_relative: b
 
 
 def is_choice(completion: str, sample: Sample) -> bool:
-    """Whether an answer names the right option, by its letter or its text."""
+    """Return whether an answer names the right option, by its letter or its text."""
     right = right_choice(sample)
     return parse_choice(said(completion), list(map(str, sample["choices"]))) == right
 
 
 def right_choice(sample: Sample, *, read: Callable[..., int | None] = parse_choice) -> int:
-    """The place of the right one of a sample's `choices`.
+    """Return the place of the right one of a sample's `choices`.
 
     It is `answer_index`, or `answer` by its text, as a place itself, or by its letter.
 
@@ -131,15 +131,15 @@ def right_choice(sample: Sample, *, read: Callable[..., int | None] = parse_choi
     place = str(right).removesuffix(".0")  # a table with gaps has floats
     if not place.isdecimal() or int(place) >= len(choices):
         raise DataError(
-            f"sample {_name(sample)}: the answer {answer!r} (place {right!r}) is none of the "
-            f"choices {choices!r}. Correct the row, or give its place, the first "
-            "being 0, as `answer_index`."
+            f"sample {_name(sample)}: the answer {answer!r} (place {right!r}) is not one of "
+            f"the choices {choices!r}. Correct the row, or give its place as `answer_index`, "
+            "counted from 0."
         )
     return int(place)
 
 
 def has_tags(completion: str, tags: Sequence[str]) -> bool:
-    """Whether an answer is these tags, each once and in this order, and nothing around them."""
+    """Return whether an answer has exactly these tags, once each, in order, and no other text."""
     rest = completion.strip()
     for tag in tags:
         start, end = f"<{tag}>", f"</{tag}>"
@@ -152,20 +152,20 @@ def has_tags(completion: str, tags: Sequence[str]) -> bool:
 
 
 def fits(completion: str, pattern: str) -> bool | None:
-    """Whether the whole answer is what a regular expression says; None: it took too long."""
+    """Return whether the whole answer matches a regular expression; None: it took too long."""
     try:
         return regex.fullmatch(pattern, completion, timeout=PATTERN_SECONDS) is not None
     except TimeoutError:
         return None
     except regex.error as error:
         raise UserError(
-            f"`reward` format: the pattern {pattern!r} is no regular expression ({error}). "
+            f"`reward` format: the pattern {pattern!r} is not a regular expression ({error}). "
             "Correct it."
         ) from error
 
 
 def length_reward(num_tokens: int, *, longest: int, margin: int) -> float:
-    """0 up to `margin` below the longest, then in a straight line to -1 (arXiv 2503.14476)."""
+    """Return 0 up to `margin` below the longest, then a linear fall to -1 (arXiv 2503.14476)."""
     over = num_tokens - (longest - margin)
     return 0.0 if over <= 0 else -1.0 if margin == 0 else max(-1.0, -over / margin)
 
@@ -190,7 +190,7 @@ def judged(
     reference: str,
     seconds: float,
 ) -> float | None:
-    """What a judge behind an OpenAI-style API gives, from 0 to 1; None: it said no number."""
+    """Return the score of a judge behind an OpenAI-style API, from 0 to 1; None: no number."""
     question = (
         "Rate the answer from 0 (wrong) to 10 (right and complete). Say the number alone.\n\n"
         f"Question:\n{prompt}\n\nRight answer:\n{reference}\n\nAnswer:\n{completion}"
@@ -209,5 +209,5 @@ def judged(
     )
     with urllib.request.urlopen(request, timeout=seconds) as reply:
         text = json.load(reply)["choices"][0]["message"]["content"]
-    value = number_in(_OUT_OF_TEN.sub("", str(text)))  # a judge may say "8/10" all the same
+    value = number_in(_OUT_OF_TEN.sub("", str(text)))  # a judge may still write "8/10"
     return None if value is None else min(max(float(value), 0.0), 10.0) / 10

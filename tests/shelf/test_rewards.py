@@ -102,7 +102,7 @@ def test_a_pattern_that_searches_for_ever_says_nothing():
     found = Rewards([part])([""], ["a" * 4000 + "b"], [{}])
     assert found.isnan().all() or found[0, 0] == 0
     assert time.monotonic() - began < 20
-    with pytest.raises(UserError, match="is no regular expression"):
+    with pytest.raises(UserError, match="is not a regular expression"):
         Rewards([reward("format", pattern="(")])([""], ["a"], [{}])
 
 

@@ -58,7 +58,7 @@ def test_commands_are_listed_and_others_refused(tmp_path):
         assert f"\n  {name} " in overview()
         assert (ROOT / "commands" / f"{command.module}.py").is_file()
         assert not command.door or (ROOT / command.door).is_file()
-    with pytest.raises(UserError, match="'evla' is no command of stageline. Did you mean eval"):
+    with pytest.raises(UserError, match="'evla' is not a command of stageline. Did you mean eval"):
         find_command("evla")
     for name, place in MOVED.items():
         assert (ROOT / place).is_file() and f"  {name} " not in overview()
@@ -69,7 +69,7 @@ def test_commands_are_listed_and_others_refused(tmp_path):
     (package / "__main__.py").write_bytes((ROOT / "stageline" / "__main__.py").read_bytes())
     done = subprocess.run([sys.executable, package / "__main__.py"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "the folder commands is not beside it" in done.stderr and "--editable" in done.stderr
+    assert "the folder commands is not next to it" in done.stderr and "--editable" in done.stderr
 
 
 def test_the_list_loads_no_torch_and_the_script_is_declared(tmp_path):

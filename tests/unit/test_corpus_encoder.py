@@ -74,7 +74,7 @@ def _byte_level(name):
         vocab_size=1500, initial_alphabet=alphabet, special_tokens=CONTROL, show_progress=False
     )
     backend.train_from_iterator(_training_texts() + (check_texts(None)[:17]), trainer)
-    if name == "qwen":  # as <think> there: a token of its own, yet no control token
+    if name == "qwen":  # Qwen has <think> as a token of its own that is not a control token
         backend.add_tokens([AddedToken("<think>", normalized=False, special=False)])
     return backend
 
@@ -180,7 +180,7 @@ def test_byte_ends_are_the_lengths_of_the_bytes(folders):
 def test_long_runs_take_neither_forever_nor_the_process(folders):
     encoder = load_encoder(folders("gpt2"))
     slow = load_encoder(folders("gpt2"), kind="tokenizers")
-    blank = " " * 1_000_000 + "x"  # of so much white space tiktoken's expressions die
+    blank = " " * 1_000_000 + "x"  # this much white space crashes tiktoken's expressions
     assert encoder.decode(encoder.encode([blank])[0]) == blank
     texts = ["a" * 50_000, "\n" * 70_000, "ok"]
     for fast, other in zip(encoder.encode(texts), slow.encode(texts), strict=True):

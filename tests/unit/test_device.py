@@ -43,7 +43,7 @@ def test_what_torch_finds_is_taken_and_nothing_else(cards):
     assert group_backend(cards[0]) == "cpu:gloo,xpu:xccl"
     assert group_backend(torch.device("cpu")) == "gloo"
     for asked in ("cuda", "npu", "mps"):
-        with pytest.raises(UserError, match=rf"--device {asked} came, and torch .* finds 2 x xpu"):
+        with pytest.raises(UserError, match=rf"--device {asked}: torch .* finds 2 x xpu"):
             accelerators(asked)
     with pytest.raises(UserError, match=r"2 devices of the kind xpu for 3 .* \(ZE_AFFINITY_MASK"):
         choose_device("auto", local_rank=0, local_world_size=3)

@@ -48,7 +48,7 @@ RECIPES = {
     **dict.fromkeys(("train_grpo_digits.sh", "train_grpo_scenes.sh"), "train"),
     **{"study_spatial.sh": "train", "train_corpus.sh": "train", "evaluate.sh": "eval"},
 }
-# what other programs read their options from
+# other programs read their options from these files
 READS = {"gpu_check.sh": ("benchmarks/gpu_check.py",), "study_spatial.sh": ()}
 PROGRAMS = ("stageline", "bash", "python", "source", "cd", "git", "sbatch", "torchrun", "lm_eval")
 # files that a reader has or makes; what runs and set-up write
@@ -145,7 +145,8 @@ def parse(name, words, folder):
     named = [word.partition("=")[2] or word for word in words]
     for file in (word for word in words if there(word) and word.endswith(".yaml")):
         named += re.findall(r": (\S+)", (ROOT / file).read_text())
-    named += [".cache/digits-model"]  # of the file in place of a reader's
+    # examples/digits.yaml, which replaces a reader's file, names this folder
+    named += [".cache/digits-model"]
     for path in [one for group in named for one in group.split(",")]:
         if MINE.fullmatch(path) and not (folder / path).exists():
             stand_in(folder / path, is_folder=path.startswith((".cache", "runs")))

@@ -253,9 +253,9 @@ def test_what_cannot_be_scored_is_refused():
         ask("What is this? " * 9)
     ((_, cut),) = ask("What is this? " * 9, overlong="cut")
     assert cut["num_context_tokens"] == [11, 10]
-    with pytest.raises(UserError, match="came with a model elsewhere"):
+    with pytest.raises(UserError, match="does not go with a remote model"):
         ask(processor=None)
-    with pytest.raises(UserError, match="stride 13 came with windows of 12"):
+    with pytest.raises(UserError, match="stride 13 does not fit windows of 12"):
         list(perplexity(model, tokenizer, **options, prompts=[rendered("a")], stride=13))
     with pytest.raises(UserError, match="no choice_scores. Those of --model loglikelihood"):
         choice_accuracy([{"prediction": "a"}], [{"choices": ["a", "b"], "answer": "a"}])

@@ -1,4 +1,4 @@
-"""What a loss_fn part may ask for and return: counts of a whole batch, the step, figures."""
+"""Test the arguments and results of a loss_fn component: batch counts, the step, figures."""
 
 import functools
 
@@ -221,6 +221,6 @@ def test_marked_words_are_a_list_or_a_name(parts):
 
 
 def test_perplexity_is_of_cross_entropy_alone():
-    """A focal loss is a sum over tokens, too; exp of it is no perplexity."""
+    """A focal loss is a sum over tokens, too, but exp of it is not a perplexity."""
     losses = {key for key in loss_fn_register if loss_fn_register.entry(key).facts.is_cross_entropy}
     assert losses == {"sft", "pt"} and not LossPart(plain, is_token_sum=True).is_cross_entropy

@@ -144,9 +144,9 @@ def test_a_missing_key_lists_what_there_is():
         ("seed: !!python/object/apply:os.getcwd []\n", "is not plain YAML"),
         ("seed: 1\n\nbatch-siez: 4\n", "run.yaml:3) is an unknown option. Did you mean --batch"),
         ("seed: 1\nseed: 2\n", "'seed' comes twice"),
-        ("batch-size: 1\nseed: 1\nbatch_size: 2\n", "--batch-size came twice, in "),
+        ("batch-size: 1\nseed: 1\nbatch_size: 2\n", "--batch-size is given twice, in "),
         ("config: other.yaml\n", "A config file reads no other one"),
-        ("lora: {rank: 8}\nseed: 1\nlora.rank: 4\n", "--lora.rank came twice, in "),
+        ("lora: {rank: 8}\nseed: 1\nlora.rank: 4\n", "--lora.rank is given twice, in "),
     ],
 )
 def test_a_wrong_config_file_is_named(tmp_path, text, wanted):

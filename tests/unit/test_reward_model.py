@@ -195,7 +195,7 @@ def not_there(folder):
         (with_another_tokenizer, CheckpointError, "the tokenizer is another model's"),
         (without_a_template, UserError, "has no chat template"),
         (as_a_pickle, CheckpointError, "safetensors"),
-        (not_there, UserError, "`path` of the reward is no folder of this machine"),
+        (not_there, UserError, "`path` of the reward is not a folder of this machine"),
     ],
 )
 def test_what_gives_no_score_is_refused(make, kind, wanted, tmp_path):
