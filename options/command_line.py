@@ -83,13 +83,7 @@ def read_options(text: str) -> tuple[Any, dict[str, int]]:
                 lines[str(key.value)] = key.start_mark.line + 1
                 # as typed until its option's type is known: 1.50 may be a name
                 if value.tag in _PLAIN and value.style is None:
-<<<<<<< HEAD
                     value.tag = _STR
-=======
-                    value.tag = (
-                        _STR  # stays text until its option's type is known: 1.50 may be a name
-                    )
->>>>>>> h-e4
         return (None if node is None else loader.construct_document(node)), lines
     finally:
         loader.dispose()
