@@ -81,7 +81,7 @@ def read_options(text: str) -> tuple[Any, dict[str, int]]:
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 lines[str(key.value)] = key.start_mark.line + 1
-                # as typed until its option's type is known: 1.50 may be a name
+                # keep the text until the option's type is known: 1.50 may be a name
                 if value.tag in _PLAIN and value.style is None:
                     value.tag = _STR
         return (None if node is None else loader.construct_document(node)), lines
