@@ -153,6 +153,6 @@ def test_the_default_job_reads_a_picture_as_one_tile():
     module = runpy.run_path(str(ROOT / "scripts/make_digits_model.py"))
     processor = module["make_processor"](module["make_tokenizer"]())
     expander = ImageExpander.of(processor)
-    text = expander._ask((32, 32)).text
+    text = expander.facts((32, 32)).text
     assert text.count("<IMG_CONTEXT>") == module["num_image_tokens"]() == 4
     assert len(expander.pixels([[Image.new("RGB", (32, 32))]])["pixel_values"]) == 1

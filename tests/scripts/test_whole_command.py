@@ -54,4 +54,4 @@ def test_an_architecture_without_a_part_is_refused(job, tmp_path):
     words = ["--config-path", tmp_path, "--dataset-path", job.rows, "--device", "cpu"]
     done = run_entry(["-m", "stageline", "train", *map(str, words)], cwd=tmp_path)
     assert done.returncode == 2
-    assert "--train-model auto: no part is made for BertForMaskedLM" in done.stderr
+    assert "--train-model auto has no component for BertForMaskedLM" in done.stderr

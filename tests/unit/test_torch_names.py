@@ -40,7 +40,6 @@ ALLOWED = {
     "torch.utils._pytree",
     # specs of micro-batches, which users of its schedules have already
     "torch.distributed.pipelining.microbatch._CustomReducer",
-    "torch.distributed.pipelining.microbatch._Replicate",
     "torch.nn.modules.module._forward_unimplemented",  # whether a module has a forward
 }
 
