@@ -104,7 +104,7 @@ SLIPS = {
     "-m stageline check --train-model lama": "no key 'lama'",
     "-m stageline infer --text a --builder autoo": "no key 'autoo'",
     "-m stageline chat --builder autoo": "no key 'autoo'",
-    "-m stageline trian": "no command of stageline",
+    "-m stageline trian": "is not a command",
     f"{TRAIN} --total-steps many": "--total-steps many has a wrong value",
     **{f"{NEEDED.get(one, one)} --nonsense 3": "--nonsense" for one in COMMANDS},
 }

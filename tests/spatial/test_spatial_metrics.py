@@ -52,7 +52,7 @@ def test_the_right_choice_is_one_of_them():
     assert _is_right(spatial_mm, "right", **sample, answer=1)
     assert _is_right(spatial_mm, "right", **sample, answer_index=1.0)
     for wrong in ({"answer": 2}, {"answer": "up"}, {"answer_index": 2}, {"answer_index": -1}):
-        with pytest.raises(DataError, match="sample 3: .*the first being 0"):
+        with pytest.raises(DataError, match="sample 3: .*counted from 0"):
             _is_right(spatial_mm, "", **sample, **wrong)
 
 
