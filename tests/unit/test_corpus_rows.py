@@ -130,7 +130,7 @@ def test_packed_rows_are_drawn_and_learnt_as_their_segments(types, tmp_path):
 
 
 def test_what_has_no_sense_is_refused(prefix):
-    with pytest.raises(UserError, match="without --dataset-path"):
+    with pytest.raises(UserError, match="requires --dataset-path"):
         dataset_register["corpus"](dataset_path=None)
     with pytest.raises(DataError, match="other.idx is missing"):
         part(prefix.parent / "other")
@@ -138,9 +138,9 @@ def test_what_has_no_sense_is_refused(prefix):
         part(prefix, split="test")
     with pytest.raises(UserError, match="both given"):
         part(prefix, test_size=1, test_path=str(prefix))
-    with pytest.raises(UserError, match="A number of segments"):
+    with pytest.raises(UserError, match="Give a number of segments"):
         part(prefix, test_size=0)
-    with pytest.raises(UserError, match="packed rows hold segments of the whole"):
+    with pytest.raises(UserError, match="rows hold segments of the whole"):
         part(prefix, rows="packed", test_size=1)
 
 

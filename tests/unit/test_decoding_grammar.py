@@ -226,7 +226,7 @@ def test_what_is_no_grammar_is_refused():
     for text in ("", "a" * (LONGEST + 1)):
         with pytest.raises(UserError, match="letters"):
             Grammar("regex", text)
-    with pytest.raises(UserError, match="no JSON"):
+    with pytest.raises(UserError, match="not JSON"):
         json_grammar({"const": math.nan})
 
 

@@ -93,10 +93,10 @@ def test_a_text_with_odd_line_breaks_stays_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"id": "r1", "pred', "no prediction"),
-        ('["r1"]', "no prediction"),
-        ('{"prediction": "a"}', "no prediction"),
-        ('{"id": "r1", "prediction": 5}', "no prediction"),
+        ('{"id": "r1", "pred', "not a prediction"),
+        ('["r1"]', "not a prediction"),
+        ('{"prediction": "a"}', "not a prediction"),
+        ('{"id": "r1", "prediction": 5}', "not a prediction"),
         ('{"settings": "k", "id": "r0", "prediction": "b"}', "another prediction in line 1"),
     ],
 )
