@@ -131,7 +131,7 @@ def uniform_partition(
 def no_tower(option: str, value: object, model_type: str) -> UserError:
     """Return the error of an option that places a vision tower, for a model without one."""
     return UserError(
-        f"`{option}` {value} is for a vision tower, which {model_type} has not. Drop `{option}`."
+        f"`{option}` {value} is for a vision tower, and {model_type} has none. Drop `{option}`."
     )
 
 

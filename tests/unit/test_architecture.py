@@ -258,7 +258,7 @@ BUDGET = {
     "streaming": ("stageline/streaming/", 3000, 3155),
     "training": ("stageline/training/", 4600, 5473),
     "checkpoint": ("stageline/checkpoint/", 4300, 4300),
-    "data": ("stageline/data/", 7600, 8360),
+    "data": ("stageline/data/", 7600, 8368),
     "corpus": ("stageline/corpus/", 3800, 4286),
     "inference": ("stageline/inference/", 5200, 5291),
     "planner": ("stageline/planner/", 1900, 2053),

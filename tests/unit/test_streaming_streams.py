@@ -74,7 +74,7 @@ def test_a_prefetch_without_room_costs_no_idle_buffer():
     pool.take(600)
     idle = pool.take(300)
     pool.give(idle, Mark())
-    with pytest.raises(DeviceBudgetError, match="beside 600 in use; the budget is 1,000"):
+    with pytest.raises(DeviceBudgetError, match="next to 600 in use; the budget is 1,000"):
         pool.take(500)
     assert pool.held_bytes == 900
 

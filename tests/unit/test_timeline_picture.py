@@ -191,7 +191,7 @@ def test_the_memory_of_a_run_that_goes_on_is_told_from_its_first_line(tmp_path, 
     with RunLog(tmp_path / "run", context=context, total_steps=25, start_step=21) as report:
         report.stepped(22, StepResult(**figures, **counts), 1.0)
     shown = capsys.readouterr().out
-    assert "step 22/25" in shown and re.search(r"memory \d", shown), shown
+    assert "step 22/25" in shown and re.search(r"mem \d", shown), shown
 
 
 @pytest.mark.parametrize("is_main", [True, False])

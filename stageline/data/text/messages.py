@@ -21,6 +21,7 @@ from stageline.data.rows.conversations import (
     shown,
     with_row_weights,
 )
+from stageline.data.rows.read_rows import check_value
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template import fill_parts, parse_template, slot_value
 from stageline.errors import DataError, UserError
@@ -248,7 +249,14 @@ def _read_call(place: str, call: Any) -> Tool:
         wanted = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
         raise bad_row(f"{place} has the tool call {shown(call)}", wanted)
     if isinstance(arguments, str):
-        read = parsed(arguments) if arguments.strip() else {}
+        try:
+            read = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            read = None
+        try:
+            check_value(read)
+        except ValueError as error:
+            raise bad_row(f"{place} has a call with {error}", "arguments without it") from error
         arguments = read if isinstance(read, dict) else arguments
     made: Tool = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
     if isinstance(call.get("id"), str) and call["id"]:
