@@ -105,7 +105,6 @@ def write(arguments: CorpusArguments) -> None:
         language=" ".join([splitter.key, *map(str, splitter.kwargs.items())]),
         type_name=run.save_prefix,
         num_workers=cores if run.num_workers is None else run.num_workers,
-        executor=run.executor,
         strict=run.strict,
         overwrite=run.overwrite,
         max_document_bytes=run.max_document_bytes,

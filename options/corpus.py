@@ -49,9 +49,6 @@ class WriteConfig(Options):
         None, "add EOS behind each document; default: if the tokenizer has one"
     )
     num_workers: int | None = option(None, "worker processes; default: one per core", at_least=0)
-    executor: Literal["processes", "ray"] = option(
-        "processes", "workers: processes = on this machine, ray = on a Ray cluster"
-    )
     strict: bool = option(False, "stop at the first bad row, not list bad rows in PREFIX.bad.jsonl")
     max_document_bytes: int = option(32 * 2**20, "longest row, in bytes", at_least=1)
     overwrite: bool = _overwrite()

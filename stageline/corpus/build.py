@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tqdm import tqdm
 
@@ -28,40 +28,28 @@ from stageline.corpus.input import (
     find_sources,
 )
 from stageline.corpus.pool import ChunkResult, CutterFacts, Pool, Task, open_pool, ordered
-from stageline.corpus.writer import CorpusWriter, cannot_write, name_files
+from stageline.corpus.writer import CorpusWriter, name_files, writing
 from stageline.errors import DataError, UserError
 
 MAX_DOCUMENT_BYTES = 32 << 20
-MB = 1e6
 _NUM_LISTED = 1000  # bad lines that are listed in full
 _HOPELESS = 1000  # bad lines without any document that end a build
 
 
 @dataclass
 class Progress:
-    """Progress of a build, as JSON values.
+    """Progress of a build, as JSON values."""
 
-    Attributes:
-        file, part: the first chunk that is not written.
-        num_lines: lines of the current file before that chunk.
-        num_bytes: bytes read of all files, compressed ones as stored.
-        seconds: time of all starts together.
-        counts: counts of the cutter by name: documents, segments, tokens, cut sentences ...
-        bad_kinds: lines that gave no document, by kind.
-        bad_bytes, num_listed: size and lines of the list of bad lines.
-        is_closing: all is written; the files are being renamed.
-    """
-
-    file: int = 0
+    file: int = 0  # with `part`, the first chunk that is not written
     part: int = 0
-    num_lines: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
-    counts: Counter[str] = field(default_factory=Counter)
-    bad_kinds: Counter[str] = field(default_factory=Counter)
-    bad_bytes: int = 0
+    num_lines: int = 0  # of the current file before that chunk
+    num_bytes: int = 0  # read of all files, compressed ones as stored
+    seconds: float = 0.0  # of all starts together
+    counts: Counter[str] = field(default_factory=Counter)  # of the cutter
+    bad_kinds: Counter[str] = field(default_factory=Counter)  # lines that gave no document
+    bad_bytes: int = 0  # size of the list of bad lines
     num_listed: int = 0
-    is_closing: bool = False
+    is_closing: bool = False  # all is written; the files are being renamed
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> "Progress":
@@ -72,19 +60,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class BuildReport:
-    """Result of a build.
-
-    Attributes:
-        bad_path: list of the first bad lines; None if there are none.
-        encoder: the implementation of the tokenizer that was used.
-        num_bytes_before: bytes of the input that earlier starts had read.
-    """
+    """Result of a build."""
 
     path_prefix: str
     progress: Progress
-    bad_path: str | None
-    encoder: str
-    num_bytes_before: int
+    bad_path: str | None  # list of the first bad lines
+    encoder: str  # the implementation of the tokenizer
+    num_bytes_before: int  # of the input, which earlier starts had read
 
     def __str__(self) -> str:
         progress = self.progress
@@ -92,17 +74,14 @@ class BuildReport:
             f"{number:,} {name.removeprefix('num_').replace('_', ' ')}"
             for name, number in progress.counts.items()
         )
-        size, seconds = progress.num_bytes / MB, progress.seconds
-        lines = [
-            f"{self.path_prefix}: {counts}",
-            f"{size:.1f} MB in {seconds:.1f} s, {size / max(1e-9, seconds):.1f} MB/s; "
-            f"tokenizer: {self.encoder}",
-        ]
+        size, seconds = progress.num_bytes / 1e6, progress.seconds
+        rate = f"{size:.1f} MB in {seconds:.1f} s, {size / max(1e-9, seconds):.1f} MB/s"
+        text = f"{self.path_prefix}: {counts}\n{rate}; tokenizer: {self.encoder}"
         if progress.bad_kinds:
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in progress.bad_kinds.items())
             num_bad = progress.bad_kinds.total()
-            lines.append(f"{num_bad:,} bad lines left out ({kinds}): see {self.bad_path}")
-        return "\n".join(lines)
+            text += f"\n{num_bad:,} bad lines left out ({kinds}): see {self.bad_path}"
+        return text
 
 
 def _changes(before: Any, now: Any, name: str = "") -> list[str]:
@@ -117,35 +96,25 @@ def _changes(before: Any, now: Any, name: str = "") -> list[str]:
 
 
 class BuildRun:
-    """One start of a build: writes what the workers cut, in order, and keeps the journal.
+    """One start of a build, see `build_corpus`: writes what the workers cut, and keeps the journal.
 
     PREFIX.journal holds the progress of the build and all that decides the bytes of the corpus.
     PREFIX.bad.jsonl lists the first lines that gave no document.
-
-    Args:
-        given: names of the document, the language and the type.
-        is_strict: a bad line ends the build.
-        overwrites: replaces a finished corpus or an unfinished build.
-
-    Raises:
-        UserError: a different build was left unfinished, or another one is running.
-        DataError: the journal is damaged; or bad lines were skipped before and are refused now.
     """
 
     def __init__(
         self,
         prefix: str,
-        *,
         task: Task,
         facts: CutterFacts,
+        *,
         given: dict[str, str],
         is_strict: bool,
         overwrites: bool,
         seconds_a_journal: float,
     ) -> None:
         self._prefix, self._task, self._facts = prefix, task, facts
-        self._is_strict = is_strict
-        self._seconds_a_journal = seconds_a_journal
+        self._is_strict, self._seconds_a_journal = is_strict, seconds_a_journal
         self._journal, self._bad_path = Path(f"{prefix}.journal"), Path(f"{prefix}.bad.jsonl")
         # all that decides the bytes of the corpus
         settings = {
@@ -156,8 +125,12 @@ class BuildRun:
             "chunk_bytes": task.chunk_bytes,
             "chunks": "whole lines",  # an older build divided plain files at other places
         }
-        sources = {source.path: asdict(source) for source in task.sources}
-        self._settings = json.loads(json.dumps({"settings": settings, "sources": sources}))
+        inputs = {source.path: asdict(source) for source in task.sources}
+        self._settings = json.loads(json.dumps({"settings": settings, "sources": inputs}))
+        sources = [
+            {"name": Path(one.path).name, "size": one.size, "edges_sha256": one.edges}
+            for one in task.sources
+        ]
         self.progress, state = self._left(overwrites)
         self._before, self._seconds_before = self.progress.num_bytes, self.progress.seconds
         if not self.progress.is_closing:
@@ -169,10 +142,7 @@ class BuildRun:
                 language=given["language"],
                 type_names=(given["type_name"],),
                 overwrite=overwrites,
-                sources=[
-                    {"name": Path(one.path).name, "size": one.size, "edges_sha256": one.edges}
-                    for one in task.sources
-                ],
+                sources=sources,
                 state=state,
             )
         # Drop the lines that were listed after the journal was written: they are read again.
@@ -182,13 +152,33 @@ class BuildRun:
             os.truncate(self._bad_path, self.progress.bad_bytes)
         if is_strict and self.progress.bad_kinds:
             raise DataError(
-                f"the unfinished build skipped {self.progress.bad_kinds.total()} bad lines, which "
-                f"`strict` refuses:\n{self._listed()}\nCorrect them and begin again with "
-                "`overwrite`, or continue without `strict`."
+                f"the unfinished build skipped {self.progress.bad_kinds.total()} bad lines:\n"
+                f"{self._listed()}\nCorrect them and begin again with `overwrite`, or continue "
+                "without `strict`."
             )
         self._since = self._written = time.monotonic()
         # whether writer and progress are at the same chunk
         self._is_between_chunks = True
+
+    def _left(self, overwrites: bool) -> tuple[Progress, dict[str, Any] | None]:
+        """Return progress and writer state of the unfinished build, if it is resumed."""
+        if not self._journal.exists():
+            return Progress(), None
+        before = json.loads(self._journal.read_text(encoding="utf-8"))
+        changes = _changes(before["settings"], self._settings["settings"])
+        changes += _changes(before["sources"], self._settings["sources"], "input")
+        if not changes and list(before["sources"]) != list(self._settings["sources"]):
+            changes = ["the inputs come in another order"]
+        if not changes:
+            return Progress.of_json(before["progress"]), before["writer"]
+        if not overwrites:
+            listed = "".join(f"\n  {change}" for change in changes)
+            raise UserError(
+                f"{self._journal} is of an unfinished build with other settings:{listed}\n"
+                "Undo these changes, give another `save_prefix`, or begin again with `overwrite`."
+            )
+        self._journal.unlink()
+        return Progress(), None
 
     def run(self, pool: Pool, *, is_shown: bool) -> BuildReport:
         """Cut the remaining chunks and close the corpus."""
@@ -222,63 +212,8 @@ class BuildRun:
         finally:
             bar.close()
         progress.seconds = self._seconds()
-        return BuildReport(
-            self._prefix,
-            progress,
-            bad_path=str(self._bad_path) if progress.num_listed else None,
-            encoder=self._facts.encoder,
-            num_bytes_before=self._before,
-        )
-
-    def _left(self, overwrites: bool) -> tuple[Progress, dict[str, Any] | None]:
-        """Return progress and writer state of the unfinished build, if it is resumed."""
-        if not self._journal.exists():
-            return Progress(), None
-        try:
-            values = json.loads(self._journal.read_text(encoding="utf-8"))
-            before = {name: values[name] for name in self._settings}
-        except (ValueError, KeyError, TypeError) as error:
-            problem: UserError = DataError(
-                f"{self._journal} is not the journal of a build ({error}). Begin again with "
-                "`overwrite`."
-            )
-        else:
-            changes = _changes(before["settings"], self._settings["settings"])
-            changes += _changes(before["sources"], self._settings["sources"], "input")
-            if not changes and list(before["sources"]) != list(self._settings["sources"]):
-                changes = ["the inputs come in another order"]
-            if not changes:
-                return Progress.of_json(values["progress"]), values["writer"]
-            listed = "".join(f"\n  {change}" for change in changes)
-            problem = UserError(
-                f"{self._journal} is of an unfinished build with other settings:{listed}\n"
-                "Undo these changes, give another `save_prefix`, or begin again with "
-                "`overwrite`."
-            )
-        if not overwrites:
-            raise problem
-        self._journal.unlink()
-        return Progress(), None
-
-    def _write_journal(self) -> None:
-        """Replace the journal; a kill leaves the old one or the new one."""
-        self.progress.seconds = self._seconds()
-        draft = self._journal.with_name(f"{self._journal.name}.part")
-        writer = None if self.progress.is_closing else self._writer.state()
-        try:
-            with draft.open("w", encoding="utf-8") as file:
-                json.dump(
-                    {**self._settings, "progress": vars(self.progress), "writer": writer}, file
-                )
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, self._journal)
-        except OSError as error:
-            raise cannot_write(self._journal, error) from error
-        self._written = time.monotonic()
-
-    def _seconds(self) -> float:
-        return self._seconds_before + time.monotonic() - self._since
+        bad_path = str(self._bad_path) if progress.num_listed else None
+        return BuildReport(self._prefix, progress, bad_path, self._facts.encoder, self._before)
 
     def _take(self, chunk: Chunk, result: ChunkResult) -> None:
         progress = self.progress
@@ -287,8 +222,7 @@ class BuildRun:
             first = result.bad[0]
             raise DataError(
                 f"{chunk.path}:{first_line + first.line}: {first.reason}. It begins with "
-                f"{first.start!r}. Correct the line, or build without `strict`, which counts such "
-                "lines and leaves them out."
+                f"{first.start!r}. Correct the line, or build without `strict`."
             )
         self._is_between_chunks = False
         self._writer.add(result.segments)
@@ -299,11 +233,8 @@ class BuildRun:
         ]
         if rows:
             text = "".join(json.dumps(row) + "\n" for row in rows)
-            try:
-                with self._bad_path.open("a", encoding="utf-8") as file:
-                    file.write(text)
-            except OSError as error:
-                raise cannot_write(self._bad_path, error) from error
+            with writing(self._bad_path), self._bad_path.open("a", encoding="utf-8") as file:
+                file.write(text)
             progress.num_listed += len(rows)
             progress.bad_bytes += len(text)  # ASCII
         progress.bad_kinds += result.bad_kinds
@@ -315,6 +246,23 @@ class BuildRun:
         self._refuse_hopeless()
         if time.monotonic() - self._written >= self._seconds_a_journal:
             self._write_journal()
+
+    def _write_journal(self) -> None:
+        """Replace the journal; a kill leaves the old one or the new one."""
+        self.progress.seconds = self._seconds()
+        draft = self._journal.with_name(f"{self._journal.name}.part")
+        writer = None if self.progress.is_closing else self._writer.state()
+        content = {**self._settings, "progress": vars(self.progress), "writer": writer}
+        with writing(self._journal):
+            with draft.open("w", encoding="utf-8") as file:
+                json.dump(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, self._journal)
+        self._written = time.monotonic()
+
+    def _seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self._since
 
     def _listed(self, most: int = 5) -> str:
         """Return the first bad lines, a line each."""
@@ -340,13 +288,10 @@ class BuildRun:
         if self.progress.is_closing:
             name_files(self._prefix)
         else:
-            sources = self._task.sources
             self._refuse_hopeless(1)
             if not self.progress.counts["num_tokens"]:
-                raise DataError(
-                    f"{len(sources)} files have no document, the first of them "
-                    f"{sources[0].path}. Check the files."
-                )
+                paths = [source.path for source in self._task.sources]
+                raise DataError(f"{len(paths)} files have no document: {paths[:3]}. Check them.")
             self._write_journal()
             self._is_between_chunks = False
 
@@ -369,7 +314,6 @@ def build_corpus(
     language: str = "auto",  # for the header
     type_name: str = "0",
     num_workers: int = 1,
-    executor: Literal["processes", "ray"] = "processes",
     strict: bool = False,
     overwrite: bool = False,
     progress: bool = True,
@@ -398,14 +342,15 @@ def build_corpus(
     """
     sources = find_sources(files)
     task = Task(sources, make_cutter, document, max_document_bytes, columns, chunk_bytes)
-    prefix = os.fspath(path_prefix)
-    with open_pool(task, num_workers, executor) as pool:
-        return BuildRun(
-            prefix,
-            task=task,
-            facts=pool.facts,
-            given={"document": document_name, "language": language, "type_name": type_name},
+    given = {"document": document_name, "language": language, "type_name": type_name}
+    with open_pool(task, num_workers) as pool:
+        run = BuildRun(
+            os.fspath(path_prefix),
+            task,
+            pool.facts,
+            given=given,
             is_strict=strict,
             overwrites=overwrite,
             seconds_a_journal=seconds_a_journal,
-        ).run(pool, is_shown=progress)
+        )
+        return run.run(pool, is_shown=progress)

@@ -9,7 +9,7 @@ import mmap
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
@@ -41,8 +41,6 @@ TOKENS = 1 << 22
 class MappedSegments:
     """A corpus that is read in place. Picklable: a worker opens the files again.
 
-    A subclass has `bounds` and `lengths` of segments; this class has what follows from them.
-
     Attributes:
         prefix: the path prefix as it was given.
         header: the header of the `.idx`.
@@ -53,6 +51,8 @@ class MappedSegments:
     header: CorpusHeader
     _bin: memoryview
     _ids: numpy.ndarray  # the same, as tokens
+    _offsets: memoryview  # uint64 [segments + 1], in tokens: its items are plain integers
+    _flags: numpy.ndarray  # uint8 [segments]
     _len: int
 
     def __len__(self) -> int:
@@ -71,10 +71,6 @@ class MappedSegments:
         sizes = [kind.num_segments for kind in self.header.types]
         return numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(numpy.int64)
 
-    def read(self, indices: Sequence[int] | numpy.ndarray) -> list[numpy.ndarray]:
-        """Return the tokens of several segments, in the order of the indices."""
-        return [self[index] for index in indices]
-
     def __getitem__(self, index: int) -> numpy.ndarray:
         """Return int64 tokens of a segment, BOS and EOS included; a copy."""
         place = index + self._len if index < 0 else index
@@ -85,15 +81,17 @@ class MappedSegments:
 
     def bounds(self, index: int) -> tuple[int, int]:
         """Return the start and stop of a segment, in tokens from the start of the `.bin`."""
-        raise NotImplementedError
+        return self._offsets[index], self._offsets[index + 1]
 
     def lengths(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
         """Return the int64 numbers of tokens of segments start to stop."""
-        raise NotImplementedError
+        stop = self._len if stop is None else stop
+        offsets = numpy.frombuffer(self._offsets, dtype="<u8")[start : stop + 1]
+        return numpy.diff(offsets).astype(numpy.int64)
 
     def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """Return uint8 flags of segments start to stop."""
-        raise NotImplementedError
+        """Return uint8 flags of segments start to stop; a view."""
+        return self._flags[start : self._len if stop is None else stop]
 
     def segments(self, start: int, stop: int) -> Segments:
         """Return neighbouring segments with their flags, as a writer takes them."""
@@ -153,11 +151,7 @@ class MappedSegments:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map the bytes of a file for reading; the map lives as long as its views.
-
-    Raises:
-        DataError: there is no such file.
-    """
+    """Map the bytes of a file for reading; the map lives as long as its views."""
     try:
         with open(path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
@@ -170,16 +164,14 @@ def map_file(path: Path) -> memoryview:
                 "Run the same `corpus.py write` command again; it continues where it was."
             ) from None
         raise DataError(
-            f"{path} is missing; a corpus has the files PREFIX.bin and PREFIX.idx. Give the path "
-            "without the ending, or write the corpus first (`corpus.py write`)."
+            f"{path} is missing. Give the path of a corpus without .idx, or write one first."
         ) from None
 
 
-# The files of Megatron-core's `IndexedDataset` (MMapIndexedDataset). Its `.idx`, all little-endian
-# and without padding: 9 bytes magic, u64 version 1, u8 dtype code, u64 sequences, u64 number of
-# documents + 1; i32 lengths in tokens, i64 byte pointers, i64 document index (the number of the
-# first sequence of each document, and the number of sequences). Our segment is its sequence, our
-# document its document. It knows neither types nor a tokenizer.
+# The `.idx` of Megatron-core's `IndexedDataset`, all little-endian and without padding: 9 bytes
+# magic, u64 version 1, u8 dtype code, u64 sequences, u64 number of documents + 1; i32 lengths in
+# tokens, i64 byte pointers, i64 document index (the number of the first sequence of each document,
+# and the number of sequences). Our segment is its sequence. It has neither types nor a tokenizer.
 # Source: megatron/core/datasets/indexed_dataset.py, 0.16.1.
 
 _HEAD = struct.Struct("<9sQBQQ")
@@ -200,8 +192,8 @@ class MegatronCorpus(MappedSegments):
         index = map_file(path)
         if len(index) < _HEAD.size or index[: len(MEGATRON_MAGIC)] != MEGATRON_MAGIC:
             raise DataError(
-                f"{path} does not begin like an index of Megatron-core ({MEGATRON_MAGIC!r}): it is "
-                "truncated or of another program. Give the prefix of an IndexedDataset."
+                f"{path} is truncated or of another program than Megatron-core. Give the prefix of "
+                "an IndexedDataset."
             )
         _, version, code, self._len, num_borders = _HEAD.unpack_from(index)
         if version != 1 or code not in _DTYPES:
@@ -214,34 +206,31 @@ class MegatronCorpus(MappedSegments):
         if len(index) != ends[-1]:
             what = f"it has {len(index):,} bytes, and its header announces {ends[-1]:,}"
             raise damaged(path, what)
-        self._lengths = index[ends[0] : ends[1]].cast("i")
-        self._pointers = index[ends[1] : ends[2]].cast("q")
-        self._starts = numpy.frombuffer(index[ends[2] :], dtype="<i8")
         dtype = numpy.dtype(_DTYPES[code]).newbyteorder("<")
-        lengths, pointers = numpy.array(self._lengths), numpy.array(self._pointers)
-        follows = numpy.cumsum(lengths, dtype=numpy.int64) * dtype.itemsize
-        starts = follows - lengths * numpy.int64(dtype.itemsize)
-        if (lengths < 0).any() or (pointers != starts).any():
+        lengths = numpy.frombuffer(index[ends[0] : ends[1]], dtype="<i4")
+        pointers = numpy.frombuffer(index[ends[1] : ends[2]], dtype="<i8")
+        borders = numpy.frombuffer(index[ends[2] :], dtype="<i8")
+        offsets = numpy.concatenate([[0], numpy.cumsum(lengths, dtype=numpy.int64)])
+        if (lengths < 0).any() or (pointers != offsets[:-1] * dtype.itemsize).any():
             raise damaged(path, "its sequences do not follow one another")
-        borders = self._starts
-        if (
-            num_borders == 0
-            or (borders[0], borders[-1]) != (0, self._len)
-            or (numpy.diff(borders) < 0).any()
-        ):
+        whole = num_borders and (borders[0], borders[-1]) == (0, self._len)
+        if not whole or (numpy.diff(borders) < 0).any():
             raise damaged(path, f"its documents do not go from sequence 0 to {self._len:,}")
         self._bin = map_file(tokens)
-        expected = int(follows[-1]) if self._len else 0
+        expected = int(offsets[-1]) * dtype.itemsize
         if len(self._bin) != expected:
             raise damaged(
                 tokens, f"it has {len(self._bin):,} bytes, and its index ends at {expected:,}"
             )
         self._ids = numpy.frombuffer(self._bin, dtype=dtype)
-        longest = int(lengths.max()) if self._len else 0
+        self._offsets = memoryview(offsets.astype("<u8"))
+        self._flags = numpy.zeros(self._len, dtype=numpy.uint8)  # BOS and EOS count as tokens
+        self._flags[borders[borders < self._len]] |= BEGINS
+        self._flags[borders[borders > 0] - 1] |= ENDS
         self.header = CorpusHeader(
             dtype=self._ids.dtype.name,
             tokenizer=None,
-            rules=CutRules(longest, adds_bos=False, adds_eos=False),
+            rules=CutRules(int(lengths.max(initial=0)), adds_bos=False, adds_eos=False),
             language="unknown",
             types=(SegmentType(0, "0", self._len, len(self._ids), num_borders - 1),),
             bin_size=len(self._bin),
@@ -249,24 +238,6 @@ class MegatronCorpus(MappedSegments):
             edges_sha256=edges_digest(tokens),
             arrays_sha256="",
         )
-
-    def bounds(self, index: int) -> tuple[int, int]:
-        start = self._pointers[index] // self._ids.itemsize
-        return start, start + self._lengths[index]
-
-    def lengths(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        stop = self._len if stop is None else stop
-        return numpy.array(self._lengths[start:stop], dtype=numpy.int64)
-
-    def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """Return uint8 flags of where documents begin and end; BOS and EOS count as tokens."""
-        stop = self._len if stop is None else stop
-        flags = numpy.zeros(stop - start, dtype=numpy.uint8)
-        low, high = numpy.searchsorted(self._starts, [start, stop + 1])
-        borders = self._starts[low:high] - start
-        flags[borders[borders < stop - start]] |= BEGINS
-        flags[borders[borders > 0] - 1] |= ENDS
-        return flags
 
     @property
     def digest(self) -> str:
@@ -284,26 +255,15 @@ def write_megatron(corpus: MappedSegments, path_prefix: str | Path, start: int, 
     with open(path, "wb") as file:
         for low, high in corpus.steps(start, stop):
             file.write(corpus.segments(low, high).tokens.astype(dtype.newbyteorder("<")).data)
-
-    def begins(low: int, high: int) -> numpy.ndarray:
-        return low - start + numpy.flatnonzero(corpus.flags(low, high) & BEGINS)
-
-    ranges = list(corpus.ranges(start, stop))
-    num_documents = sum(len(begins(*one)) for one in ranges)
+    lengths = corpus.lengths(start, stop)
+    ends = numpy.cumsum(lengths)
+    borders = numpy.append(numpy.flatnonzero(corpus.flags(start, stop) & BEGINS), stop - start)
     part = path_of(path_prefix, ".idx.part")
     with open(part, "wb") as file:
-        code = _CODES[dtype.name]
-        file.write(_HEAD.pack(MEGATRON_MAGIC, 1, code, stop - start, num_documents + 1))
-        for one in ranges:
-            file.write(corpus.lengths(*one).astype("<i4").tobytes())
-        written = 0
-        for one in ranges:
-            ends = written + numpy.cumsum(corpus.lengths(*one)) * dtype.itemsize
-            file.write(numpy.concatenate([[written], ends[:-1]]).astype("<i8").tobytes())
-            written = int(ends[-1])
-        for one in ranges:
-            file.write(begins(*one).astype("<i8").tobytes())
-        file.write(struct.pack("<q", stop - start))
+        file.write(_HEAD.pack(MEGATRON_MAGIC, 1, _CODES[dtype.name], stop - start, len(borders)))
+        file.write(lengths.astype("<i4").tobytes())
+        file.write(((ends - lengths) * dtype.itemsize).astype("<i8").tobytes())
+        file.write(borders.astype("<i8").tobytes())
     os.replace(part, path_of(path_prefix, ".idx"))
 
 
@@ -325,9 +285,9 @@ class Corpus(MappedSegments):
             announced = f"its header announces {flags + self._len:,}"
             raise damaged(path, f"it has {len(index):,} bytes, and {announced}")
         self._offsets = index[arrays:flags].cast("Q")
-        self._flags = index[flags:]
+        self._flags = numpy.frombuffer(index[flags:], dtype=numpy.uint8)
         both = "".join(
-            hashlib.sha256(one).hexdigest() for one in (self._offsets.cast("B"), self._flags)
+            hashlib.sha256(one).hexdigest() for one in (index[arrays:flags], self._flags)
         )
         if hashlib.sha256(both.encode()).hexdigest() != self.header.arrays_sha256:
             raise damaged(path, "the offsets or flags are not those that were written (sha256)")
@@ -347,26 +307,9 @@ class Corpus(MappedSegments):
         assert self.header.tokenizer is not None
         return self.header.tokenizer
 
-    def bounds(self, index: int) -> tuple[int, int]:
-        return self._offsets[index], self._offsets[index + 1]
-
-    def lengths(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        stop = self._len if stop is None else stop
-        offsets = numpy.frombuffer(self._offsets, dtype="<u8")[start : stop + 1]
-        return numpy.diff(offsets).astype(numpy.int64)
-
-    def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """Return uint8 flags of segments start to stop; a view of the file."""
-        stop = self._len if stop is None else stop
-        return numpy.frombuffer(self._flags, dtype=numpy.uint8)[start:stop]
-
 
 def open_corpus(path_prefix: str | Path) -> MappedSegments:
-    """Open a Stageline corpus or a Megatron-core pair, as the first bytes of the `.idx` tell.
-
-    Raises:
-        DataError: it is neither, or damaged.
-    """
+    """Open a Stageline corpus or a Megatron-core pair, as the first bytes of the `.idx` tell."""
     start = map_file(path_of(path_prefix, ".idx"))[: len(MEGATRON_MAGIC)]
     kind = MegatronCorpus if start == MEGATRON_MAGIC else Corpus
     return kind(path_prefix)

@@ -29,25 +29,15 @@ _LEVELS = (
 
 
 class CutCounts(NamedTuple):
-    """Counts of the documents of a call.
+    """Counts of the documents of a call."""
 
-    Attributes:
-        num_documents: documents that gave segments; all documents are these and the empty ones.
-        num_segments, num_tokens: their segments and tokens, with BOS and EOS.
-        num_cut_documents: documents that gave more than one segment.
-        num_sentences_cut: sentences longer than a segment, which had to be cut inside.
-        num_empty: documents without any token; they give no segment.
-        num_changed: documents whose ids do not decode to the same text, because the tokenizer
-            drops or normalises some of it.
-    """
-
-    num_documents: int = 0
+    num_documents: int = 0  # that gave segments
     num_segments: int = 0
-    num_tokens: int = 0
-    num_cut_documents: int = 0
-    num_sentences_cut: int = 0
-    num_empty: int = 0
-    num_changed: int = 0
+    num_tokens: int = 0  # with BOS and EOS
+    num_cut_documents: int = 0  # that gave more than one segment
+    num_sentences_cut: int = 0  # longer than a segment
+    num_empty: int = 0  # documents without any token; they give no segment
+    num_changed: int = 0  # whose ids do not decode to the same text: the tokenizer changes it
 
 
 class DocumentCut(NamedTuple):
@@ -78,8 +68,8 @@ class DocumentCutter:
         ):
             if wanted and found is None:
                 raise UserError(
-                    f"The tokenizer {info.name} has no {name} token, which the corpus adds to "
-                    f"documents. Switch {name} off for this corpus, or give the tokenizer one."
+                    f"The tokenizer {info.name} has no {name} token. Switch {name} off for this "
+                    "corpus, or give the tokenizer one."
                 )
         if rules.seq_length < 1 + rules.adds_bos + rules.adds_eos:
             raise UserError(
@@ -219,12 +209,9 @@ def cut_document(
         longest = int(lengths.argmax())
         first, behind = int(ends[longest - 1]) if longest else 0, int(ends[longest])
         start, stop = (int(byte_ends[at - 1]) if at else 0 for at in (first, behind))
-        added = int(lengths[longest]) - (behind - first)
-        with_signs = f" and {added} of BOS and EOS" if added else ""
         raise UserError(
-            f"{data[start:stop].decode(errors='replace')!r} is {behind - first} token(s)"
-            f"{with_signs}, more than the {rules.seq_length} of a segment, and a character cannot "
-            "be cut. Raise `seq_length`."
+            f"{data[start:stop].decode(errors='replace')!r} is {behind - first} token(s), with BOS "
+            f"and EOS more than the {rules.seq_length} of a segment. Raise `seq_length`."
         )
     chosen = fewest(lengths, rules.seq_length)
     return DocumentCut(numpy.diff(ends[chosen - 1], prepend=0), num_cut)

@@ -35,17 +35,11 @@ HAS_EOS = 8  # its last token is EOS, which the build added
 
 @dataclass(frozen=True)
 class Segments:
-    """Some segments, in order.
+    """Some segments, in order."""
 
-    Attributes:
-        tokens: uint32 [sum of lengths], one segment behind the other.
-        lengths: int64 [number of segments], all positive.
-        flags: uint8 [number of segments], sums of BEGINS, ENDS, HAS_BOS and HAS_EOS.
-    """
-
-    tokens: numpy.ndarray
-    lengths: numpy.ndarray
-    flags: numpy.ndarray
+    tokens: numpy.ndarray  # uint32 [sum of lengths], one segment behind the other
+    lengths: numpy.ndarray  # int64 [segments], all positive
+    flags: numpy.ndarray  # uint8 [segments], sums of BEGINS, ENDS, HAS_BOS and HAS_EOS
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -53,52 +47,34 @@ class Segments:
     @classmethod
     def join(cls, parts: Sequence["Segments"]) -> "Segments":
         """Join segments in order; no parts give no segments."""
-        empty = cls(*(numpy.empty(0, kind) for kind in ("uint32", "int64", "uint8")))
+        parts = [cls(*(numpy.empty(0, kind) for kind in ("u4", "i8", "u1"))), *parts]
         names = ("tokens", "lengths", "flags")
-        return cls(
-            *(numpy.concatenate([getattr(one, name) for one in (empty, *parts)]) for name in names)
-        )
+        return cls(*(numpy.concatenate([getattr(one, name) for one in parts]) for name in names))
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """Description of the tokenizer of a corpus.
+    """Description of the tokenizer of a corpus."""
 
-    Attributes:
-        name: the folder's name, for people.
-        fingerprint: sha256 of all that decides which ids a text gets.
-        vocab_size: ids are below it.
-        bos_id, eos_id: None where the tokenizer has none.
-        folder: its folder when the corpus was written; "" if unknown.
-    """
-
-    name: str
-    fingerprint: str
-    vocab_size: int
-    bos_id: int | None
+    name: str  # the folder's, for people
+    fingerprint: str  # sha256 of all that decides which ids a text gets
+    vocab_size: int  # ids are below it
+    bos_id: int | None  # None where the tokenizer has none
     eos_id: int | None
-    folder: str = ""
+    folder: str = ""  # when the corpus was written; "" if unknown
 
 
 @dataclass(frozen=True)
 class CutRules:
-    """Rules by which documents become segments.
+    """Rules by which documents become segments."""
 
-    Attributes:
-        seq_length: tokens of a segment at most, with BOS and EOS.
-        pieces: `greedy`: each segment takes as many sentences as fit. Corpora of earlier releases
-            may say `even`: segments of near-equal length.
-        splits_sentences: cut between sentences; else between any two tokens.
-        keeps_newlines: else each run of white space that has a newline becomes one space.
-        adds_bos, adds_eos: at the first and at the last segment of a document.
-    """
-
-    seq_length: int
+    seq_length: int  # tokens of a segment at most, with BOS and EOS
+    # each segment takes as many sentences as fit; earlier releases had `even`: of near-equal length
     pieces: str = "greedy"
-    splits_sentences: bool = True
-    keeps_newlines: bool = True
-    adds_bos: bool = True
-    adds_eos: bool = True
+    splits_sentences: bool = True  # else a cut may be between any two tokens
+    keeps_newlines: bool = True  # else a run of white space with a newline becomes one space
+    adds_bos: bool = True  # at the first segment of a document
+    adds_eos: bool = True  # at the last one
 
 
 Header = TypeVar("Header")
@@ -194,13 +170,11 @@ def unframed(
         DataError: another kind of file, of a newer version than `version`, or damaged.
     """
     if bytes(start[: len(MEGATRON_MAGIC)]) == MEGATRON_MAGIC:
-        raise DataError(
-            f"{path} is an index of Megatron-core; convert it first (`corpus.py convert`)."
-        )
+        raise DataError(f"{path} is an index of Megatron-core; convert it first (corpus convert).")
     if bytes(start[: len(magic)]) != magic:
         raise DataError(
-            f"{path} begins with {bytes(start[: len(magic)])!r}, not {magic!r}: it is of another "
-            "program. Give the prefix of a corpus that `corpus.py write` made."
+            f"{path} is of another program: it begins with {bytes(start[: len(magic)])!r}. Give "
+            "the prefix of a corpus that `corpus.py write` made."
         )
     if len(start) < _PREAMBLE.size:
         raise damaged(path, f"it ends after {len(start)} bytes")
@@ -208,7 +182,7 @@ def unframed(
     if found > version:
         raise DataError(
             f"{path} has format version {found}; this program reads versions up to {version}. "
-            "Update Stageline, or write the file again with this one."
+            "Update Stageline."
         )
     end = _PREAMBLE.size + size
     text = bytes(start[_PREAMBLE.size : end])

@@ -37,29 +37,19 @@ _KEPT = 1000
 _SHOWN = 80
 # a build next to its input lists bad lines there, and must not read them when it resumes
 _OUR_LIST = ".bad.jsonl"
-_EXPECTED = (
-    "Name files, folders or patterns of text, a document a line (.txt), JSON lines (.jsonl .json "
-    ".ndjson), these compressed (.gz .bz2 .zst), or .parquet."
-)
+_EXPECTED = "Name files, folders or patterns of .txt, .jsonl, .json, .ndjson or .parquet."
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file as it was when the build began.
-
-    Attributes:
-        kind: text, json or parquet.
-        compression: .gz, .bz2, .zst, or "" for none.
-        time_ns: of its last change.
-        edges: tells a file that was changed to the same size and time; see `edges_digest`.
-    """
+    """A file as it was when the build began."""
 
     path: str
-    kind: str
-    compression: str
+    kind: str  # text, json or parquet
+    compression: str  # .gz, .bz2, .zst, or "" for none
     size: int
-    time_ns: int
-    edges: str
+    time_ns: int  # of its last change
+    edges: str  # `edges_digest`: tells a file that was changed to the same size and time
 
 
 def find_sources(files: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Source]:
@@ -91,7 +81,7 @@ def find_sources(files: str | os.PathLike | Iterable[str | os.PathLike]) -> list
             stat, edges = path.stat(), edges_digest(path)
         except OSError as error:
             raise DataError(
-                f"{path} cannot be read ({error.strerror or error}). Check permissions and disk."
+                f"{path} cannot be read ({error}). Check permissions and disk."
             ) from error
         about = (stat.st_size, stat.st_mtime_ns, edges)
         sources.append(Source(str(path), kind, compression, *about))
@@ -102,13 +92,9 @@ def _paths_of(name: str) -> list[Path]:
     path = Path(name)
     if path.is_file():
         return [path]
-    if path.is_dir():
-        found = [
-            file
-            for file in path.rglob("*")
-            if _suffixes(file)[0] in KINDS
-            and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        ]
+    if path.is_dir():  # glob leaves hidden files out
+        inside = map(Path, glob.glob(f"{glob.escape(name)}/**", recursive=True))
+        found = [file for file in inside if _suffixes(file)[0] in KINDS]
     else:
         found = [Path(match) for match in glob.glob(name, recursive=True)]
     files = sorted(file for file in found if file.is_file() and not file.name.endswith(_OUR_LIST))
@@ -125,7 +111,7 @@ def _suffixes(path: Path) -> tuple[str, str]:
 
 
 def holds_json_lines(source: Source) -> bool:
-    """Tell whether the first line of a plain text file is a JSON object."""
+    """Return whether the first line of a plain text file is a JSON object."""
     if source.kind != TEXT or source.compression:
         return False
     with open(source.path, "rb") as file:
@@ -137,23 +123,15 @@ def holds_json_lines(source: Source) -> bool:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A task for a worker.
-
-    Attributes:
-        file, part: number of the file, and of the chunk in it.
-        kind: how its rows are read: text, json or parquet.
-        num_bytes: of the file as it is on the disk, for the progress.
-        payload: whole lines, or an Arrow stream of rows.
-        ends_too_long: a line longer than a document may be follows; it was skipped.
-    """
+    """A task for a worker: a stretch of a file."""
 
     file: int
-    part: int
-    kind: str
+    part: int  # number of the chunk in the file
+    kind: str  # text, json or parquet
     path: str
-    num_bytes: int
-    payload: bytes
-    ends_too_long: bool = False
+    num_bytes: int  # of the file as it is on the disk, for the progress
+    payload: bytes  # whole lines, or an Arrow stream of rows
+    ends_too_long: bool = False  # a line longer than a document may be was skipped behind it
 
 
 def iter_chunks(
@@ -164,11 +142,7 @@ def iter_chunks(
     columns: Sequence[str] | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Iterator[Chunk]:
-    """Yield all chunks in order, from one on.
-
-    Args:
-        first: (file, part) to begin with.
-        columns: of Parquet files; None: all of them.
+    """Yield all chunks in order, from (file, part) `first` on.
 
     Raises:
         DataError: a compressed file is damaged, a .json file is one list, or no Parquet.
@@ -197,8 +171,7 @@ def _text_chunks(
                 )
             # pyarrow closes the file at its end
             read = source.size if raw.closed else min(raw.tell(), source.size)
-            about = (file, part, source.kind, source.path, read - before)
-            yield Chunk(*about, payload=lines, ends_too_long=ends_too_long)
+            yield Chunk(file, part, source.kind, source.path, read - before, lines, ends_too_long)
             before = read
 
 
@@ -240,8 +213,7 @@ def _text_blocks(source: Source, raw: BinaryIO, num_bytes: int) -> Iterator[byte
             yield block
     except OSError as error:
         raise DataError(
-            f"{source.path} cannot be decompressed to its end ({error}). Get it again, and build "
-            "with `overwrite`."
+            f"{source.path} cannot be decompressed to its end ({error}). Get it again."
         ) from error
 
 
@@ -255,11 +227,12 @@ def _parquet_chunks(
     wanted = None if columns is None else list(columns)
     try:
         table = pyarrow.parquet.ParquetFile(source.path, buffer_size=1 << 20, pre_buffer=False)
-        missing = set(wanted or ()).difference(table.schema_arrow.names)
+        names = table.schema_arrow.names
+        missing = ", ".join(sorted(set(wanted or ()).difference(names)))
         if missing:
             raise DataError(
-                f"{source.path} has no column {', '.join(sorted(missing))}; it has "
-                f"{', '.join(table.schema_arrow.names)}. Name the fields of a document."
+                f"{source.path} has no column {missing}; it has {', '.join(names)}. Name the "
+                "fields of a document."
             )
         groups = [table.metadata.row_group(group) for group in range(table.num_row_groups)]
         per_byte = source.size / max(1, sum(group.total_byte_size for group in groups))
@@ -267,10 +240,9 @@ def _parquet_chunks(
             num_rows, num_bytes = groups[group].num_rows, groups[group].total_byte_size
             rows = max(1, num_rows * chunk_bytes // max(1, num_bytes))
             size = int(num_bytes * per_byte * min(1, rows / max(1, num_rows)))
-            batches = table.iter_batches(
-                rows, row_groups=[group], columns=wanted, use_threads=False
-            )
-            for number, batch in enumerate(batches, start=group * _PARTS_OF_GROUP):
+            how = {"row_groups": [group], "columns": wanted, "use_threads": False}
+            batches = enumerate(table.iter_batches(rows, **how), start=group * _PARTS_OF_GROUP)
+            for number, batch in batches:
                 sink = io.BytesIO()
                 with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
                     writer.write_batch(batch)
@@ -296,21 +268,13 @@ class BadDocument(Exception):
 
 @dataclass
 class ChunkRows:
-    """Documents and bad lines of a chunk.
-
-    Attributes:
-        texts: the documents.
-        numbers: the line of each, counted from 1 in the chunk.
-        num_lines: all lines, also empty and bad ones.
-        bad: the first bad lines, counted from 1 in the chunk.
-        bad_kinds: number of bad lines by kind.
-    """
+    """Documents and bad lines of a chunk; lines are counted from 1 in the chunk."""
 
     texts: list[str] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-    num_lines: int = 0
-    bad: list[BadLine] = field(default_factory=list)
-    bad_kinds: Counter[str] = field(default_factory=Counter)
+    numbers: list[int] = field(default_factory=list)  # the line of each text
+    num_lines: int = 0  # also empty and bad ones
+    bad: list[BadLine] = field(default_factory=list)  # the first ones
+    bad_kinds: Counter[str] = field(default_factory=Counter)  # of all
 
     def take(self, line: int, row: Any, make: Document) -> None:
         """Take the document of a row, or note a bad line."""
@@ -329,15 +293,12 @@ class ChunkRows:
                 case BadDocument():
                     kind, reason = error.args
                 case UnicodeDecodeError():
-                    kind = "invalid UTF-8"
-                    reason = f"byte {error.start + 1} of the line is no UTF-8 ({error.reason})"
+                    kind, reason = "invalid UTF-8", f"byte {error.start + 1}: {error.reason}"
                 case UnicodeEncodeError():
-                    kind, sign = "lone surrogate", f"U+{ord(error.object[error.start]):04X}"
-                    reason = f"character {error.start} is {sign}, half of a surrogate pair"
+                    kind = "lone surrogate"
+                    reason = f"character {error.start} is half of a surrogate pair"
                 case KeyError():
                     kind, reason = "missing field", f"no field {error}"
-                case UserError():
-                    kind, reason = "refused", str(error)
                 case _:
                     kind, reason = "refused", f"{type(error).__name__}: {error}"
             self.refuse(line, kind, reason, str(row))
@@ -364,11 +325,7 @@ def default_document(row: Any) -> str:
 
 
 def json_object(line: str) -> dict[str, Any]:
-    """Return the object that a line of JSON holds.
-
-    Raises:
-        BadDocument: the line is not JSON, or not an object.
-    """
+    """Return the object that a line of JSON holds, or raise BadDocument."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -378,15 +335,8 @@ def json_object(line: str) -> dict[str, Any]:
     return row
 
 
-def read_chunk(
-    chunk: Chunk, *, document: Document = default_document, max_document_bytes: int
-) -> ChunkRows:
-    """Return the documents of a chunk.
-
-    Args:
-        document: makes one of a line of text, or of the dict of a JSON line or Parquet row.
-        max_document_bytes: of a line, or of the document of a Parquet row.
-    """
+def read_chunk(chunk: Chunk, document: Document, max_document_bytes: int) -> ChunkRows:
+    """Return the documents of a chunk."""
     rows = ChunkRows()
     if chunk.kind == PARQUET:
         _read_parquet(rows, chunk, document, max_document_bytes)
@@ -429,10 +379,8 @@ def _read_parquet(
         if isinstance(row, UnicodeDecodeError):
             raise BadDocument("invalid UTF-8", f"a field is no UTF-8 ({row.reason})")
         text = document(row)
-        if (
-            isinstance(text, str)
-            and len(text.encode("utf-8", "surrogatepass")) > max_document_bytes
-        ):
+        size = len(text.encode("utf-8", "surrogatepass")) if isinstance(text, str) else 0
+        if size > max_document_bytes:
             raise BadDocument(*_too_long("document", max_document_bytes))
         return text
 

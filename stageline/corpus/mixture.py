@@ -6,7 +6,6 @@ batch, how many batches make a step, how many processes load, or how long the ru
 """
 
 import bisect
-import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -30,12 +29,7 @@ _FACTORS = tuple(numpy.uint64(factor) for factor in (0xBF58476D1CE4E5B9, 0x94D04
 
 
 def permute(places: numpy.ndarray, sizes: numpy.ndarray, seeds: numpy.ndarray) -> numpy.ndarray:
-    """Permute places, each by the order of its own size and seed; many orders in one call.
-
-    Args:
-        places: int64 [N], 0 <= place < its size.
-        sizes, seeds: int64 [N], or [1] for all.
-    """
+    """Permute places (int64 [N], each below its size) by the orders of their sizes and seeds."""
     places, sizes, seeds = numpy.broadcast_arrays(places, sizes, seeds)
     assert ((places >= 0) & (places < sizes)).all()
     sizes, keys = sizes.astype(numpy.uint64), _hash(seeds.astype(numpy.uint64))
@@ -79,9 +73,8 @@ class Apportionment:
 
     Fixed counts are the same in every batch. With weights, each batch takes the whole part of every
     type's share; the remaining places go to rows in the order in which they are due: row j of type
-    t is due at (j + phase of t) / (what is left of t's share). So each type comes at an even pace,
-    and the rows it gave before batch n have a closed form: all rows due by a time, and a few more
-    or less, so that the batches are full.
+    t is due at (j + phase of t) / (what is left of t's share). So the rows that a type gave before
+    batch n have a closed form: all rows due by a time, and a few more or less to fill the batches.
 
     Args:
         whole: rows of each type that every batch takes.
@@ -101,9 +94,8 @@ class Apportionment:
     def of_weights(cls, weights: Sequence[float], batch: int) -> "Apportionment":
         """Apportion by weights, which are read as the decimal numbers they are written as.
 
-        With two types a batch differs by less than one row from its share, and so does the sum of
-        all batches so far. With more types a batch differs by less than two, and the sum by a few
-        rows, however many batches there were.
+        With two types a batch, and the sum of all so far, differs by less than one row from its
+        share; with more types a batch by less than two, and the sum by a few.
         """
         exact = [Fraction(repr(weight)) for weight in weights]
         shares = [weight / sum(exact) * batch for weight in exact]
@@ -113,7 +105,7 @@ class Apportionment:
         return cls(whole, [int(rest * unit) for rest in rests], batch)
 
     def has_share(self, kind: int) -> bool:
-        """Tell whether any row of this type is ever taken."""
+        """Return whether any row of this type is ever taken."""
         return bool(self.whole[kind] or self.weights[kind])
 
     def share(self, kind: int) -> Fraction:
@@ -125,10 +117,8 @@ class Apportionment:
         """Return the rows of each type in the first `num_batches` batches."""
         if self._last[0] != num_batches:  # batch n + 1 begins where batch n ends
             by_due = self._by_due(num_batches * self._rest)
-            rows = [
-                num_batches * whole + due for whole, due in zip(self.whole, by_due, strict=True)
-            ]
-            self._last = (num_batches, rows)
+            pairs = zip(self.whole, by_due, strict=True)
+            self._last = (num_batches, [num_batches * whole + due for whole, due in pairs])
         return self._last[1]
 
     def _by_due(self, num_rows: int) -> list[int]:
@@ -136,23 +126,13 @@ class Apportionment:
         if num_rows == 0:
             return [0] * len(self.weights)
         taken = [self._due_before(kind, num_rows) for kind in range(len(self.weights))]
-        missing = num_rows - sum(taken)
-        step = 1 if missing > 0 else -1  # take the next row due, or give back the last one
-        first = 0 if missing > 0 else -1
-        heap = [
-            (step * self._due(kind, taken[kind] + first), step * kind)
-            for kind in range(len(self.weights))
-            if self.weights[kind] and taken[kind] + first >= 0
-        ]
-        heapq.heapify(heap)
-        for _ in range(abs(missing)):
-            kind = step * heap[0][1]
-            taken[kind] += step
-            if taken[kind] + first >= 0:
-                following = (step * self._due(kind, taken[kind] + first), step * kind)
-                heapq.heapreplace(heap, following)
-            else:
-                heapq.heappop(heap)
+        drawn = [kind for kind, weight in enumerate(self.weights) if weight]
+        while sum(taken) < num_rows:  # take the next row due
+            _, kind = min((self._due(kind, taken[kind]), kind) for kind in drawn)
+            taken[kind] += 1
+        while sum(taken) > num_rows:  # give back the last one
+            _, kind = max((self._due(kind, taken[kind] - 1), kind) for kind in drawn if taken[kind])
+            taken[kind] -= 1
         return taken
 
     # phases (2t + 1) / 2k lie apart, so that many rare types are not all due at the same time
@@ -168,36 +148,27 @@ class Apportionment:
         return Fraction(2 * num_kinds * row + 2 * kind + 1, 2 * num_kinds * self.weights[kind])
 
 
-# When an epoch of a mixture ends, where its types do not end together. Each type gives its rows in
-# an order of its own; where they are used up, it begins another order of the same rows (none comes
-# a third time before each came twice). So only the number of batches decides what is repeated
-# and what is left out, other rows in each epoch:
+# When an epoch of a mixture ends, where its types do not end together. A type whose rows are used
+# up begins another order of the same rows (none comes a third time before each came twice).
 #
 # - `first_ends_drop` (0): the type whose rows suffice for the fewest batches ends the epoch, before
-#   it would have to repeat one. Its rest that is smaller than its share is left out, and so are all
-#   rows of the others that were not yet due.
+#   it would have to repeat one. Its rest that is smaller than its share is left out.
 # - `first_ends_fill` (1): as before, but one more batch takes its rest, filled up to the share from
 #   another order.
 # - `last_ends_drop` (2): the type that suffices for the most batches ends the epoch; its rest that
 #   is smaller than its share is left out. All others are seen whole and repeated until then.
-# - `last_ends_fill` (3): as before, but the rest comes too, filled up from another order. Every row
-#   of every type comes at least once.
+# - `last_ends_fill` (3): as before, but the rest comes too, filled up from another order.
 DROP_MODES = ("first_ends_drop", "first_ends_fill", "last_ends_drop", "last_ends_fill")
 
 
 def as_drop_mode(value: str | int) -> str:
-    """Return the drop mode of this name or number.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the drop mode of this name or number, or raise UserError."""
     modes = {str(number): mode for number, mode in enumerate(DROP_MODES)}
     mode = modes.get(str(value), str(value))
-    if mode in DROP_MODES:
-        return mode
-    raise UserError(
-        f"drop mode {value!r} is not known. Give one of {', '.join(DROP_MODES)}, or 0 to 3."
-    )
+    if mode not in DROP_MODES:
+        names = ", ".join(DROP_MODES)
+        raise UserError(f"drop mode {value!r} is not known. Give one of {names}, or 0 to 3.")
+    return mode
 
 
 def _type_batches(shares: Apportionment, kind: int, size: int, mode: str) -> int:
@@ -272,9 +243,8 @@ class Mixture:
             )
             raise UserError(
                 f"an epoch of the corpus has no whole batch of {batch} rows "
-                f"({lines or f'{sum(self.sizes)} rows in all'}), and drop mode {self.drop_mode} "
-                "leaves out what is less. Take smaller batches or another share, or drop mode "
-                "first_ends_fill or last_ends_fill, which repeat rows."
+                f"({lines or f'{sum(self.sizes)} rows in all'}). Take smaller batches, another "
+                "share, or the drop mode first_ends_fill or last_ends_fill."
             )
 
     def __len__(self) -> int:
@@ -282,7 +252,7 @@ class Mixture:
         return self._num_batches
 
     def batch(self, epoch: int, index: int) -> numpy.ndarray:
-        """Return the rows of one batch, int64 [rows of a batch], in the order of their types."""
+        """Return the rows of one batch, int64, in the order of their types."""
         return self.rows(epoch, index, index + 1)
 
     def rows(self, epoch: int, first_batch: int, end_batch: int) -> numpy.ndarray:
@@ -326,10 +296,10 @@ def _shares(
         return Apportionment([0] * len(sizes), sizes, batch)
     listed = ",".join(f"{number:g}" for number in given)
     if len(given) != len(sizes) or min(given) < 0 or not any(given):
+        rows = ",".join(map(str, sizes))
         raise UserError(
-            f"the shares {listed} were given for {len(sizes)} types with "
-            f"{','.join(map(str, sizes))} rows. Give one number a type, none negative and not all "
-            "0; `corpus.py stats` lists the types in their order."
+            f"the shares {listed} were given for {len(sizes)} types with {rows} rows. Give one "
+            "number a type, none negative and not all 0; `corpus.py stats` lists the types."
         )
     if counts is None:
         shares = Apportionment.of_weights([float(weight) for weight in given], batch)
@@ -338,13 +308,9 @@ def _shares(
     else:
         raise UserError(
             f"the counts {listed} of a batch's types add up to {sum(counts)}, and a global batch "
-            f"has {batch} rows (batch size x data parallel replicas, without accumulation). Change "
-            "the counts or the batch size."
+            f"(batch size x replicas) has {batch} rows. Change the counts or the batch size."
         )
     for kind, size in enumerate(sizes):
         if size == 0 and shares.has_share(kind):
-            raise UserError(
-                f"type {kind} of the corpus has no rows, and {float(shares.share(kind)):g} of it "
-                "were asked for in each batch. Give it a share of 0."
-            )
+            raise UserError(f"type {kind} of the corpus has no rows. Give it a share of 0.")
     return shares

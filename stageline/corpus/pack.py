@@ -124,21 +124,14 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class PackHeader:
-    """Header of packed rows.
+    """Header of packed rows."""
 
-    Attributes:
-        row_length: tokens of a row at most.
-        corpus: digest of the corpus whose segments they hold.
-        num_rows, num_segments, num_tokens: one number for each type.
-        arrays_sha256: checksum of offsets, then members.
-    """
-
-    row_length: int
-    corpus: str
-    num_rows: list[int]
+    row_length: int  # tokens of a row at most
+    corpus: str  # digest of the corpus whose segments they hold
+    num_rows: list[int]  # one number for each type
     num_segments: list[int]
     num_tokens: list[int]
-    arrays_sha256: str
+    arrays_sha256: str  # of offsets, then members
     version: int = VERSION
 
 
@@ -163,16 +156,15 @@ class PackedRows:
         self.header, start = unframed(file, path, MAGIC, VERSION, lambda own: PackHeader(**own))
         if open_corpus(prefix).digest != self.header.corpus:
             raise DataError(
-                f"{path} was made of other segments than {prefix}.bin has now. Pack the corpus "
-                "again (corpus.py pack)."
+                f"{path} was made of other segments than {prefix}.bin has now. Pack it again "
+                "(corpus.py pack)."
             )
         self._num_rows, num_segments = sum(self.header.num_rows), sum(self.header.num_segments)
         middle = start + 8 * (self._num_rows + 1)
         expected = middle + 8 * num_segments
         if len(file) != expected:
-            raise damaged(
-                path, f"it has {len(file):,} bytes, and its header announces {expected:,}"
-            )
+            what = f"it has {len(file):,} bytes, and its header announces {expected:,}"
+            raise damaged(path, what)
         self._arrays = file[start:]
         self._offsets = numpy.frombuffer(file[start:middle], "<i8")
         self._members = numpy.frombuffer(file[middle:], "<i8")
@@ -210,11 +202,7 @@ class PackedRows:
         return 1 - sum(self.header.num_tokens) / max(self._num_rows * self.row_length, 1)
 
     def verify(self) -> None:
-        """Read everything once.
-
-        Raises:
-            DataError: the file was changed.
-        """
+        """Read everything once, and raise DataError if the file was changed."""
         if hashlib.sha256(self._arrays).hexdigest() != self.header.arrays_sha256:
             raise damaged(path_of(self.prefix, ".pack"), "its checksum does not fit")
 
@@ -251,11 +239,9 @@ def pack_corpus(
             )
     with contextlib.ExitStack() as stack:
         files = []
-        for part in _PARTS:
-            stack.callback(path_of(prefix, part).unlink, missing_ok=True)
-            files.append(
-                stack.enter_context(contextlib.closing(GrowingFile(path_of(prefix, part))))
-            )
+        for path in (path_of(prefix, part) for part in _PARTS):
+            stack.callback(path.unlink, missing_ok=True)
+            files.append(stack.enter_context(contextlib.closing(GrowingFile(path))))
         offsets, members, whole = files
         kinds = corpus.header.types
         num_rows = [0] * len(kinds)
@@ -267,8 +253,7 @@ def pack_corpus(
                 if lengths[longest] > row_length:
                     raise UserError(
                         f"segment {low + longest} of {corpus.prefix} has {lengths[longest]} "
-                        f"tokens, more than a row of {row_length}. Give longer rows, or build "
-                        "the corpus with a smaller `seq_length`."
+                        f"tokens, more than a row of {row_length}. Give longer rows."
                     )
                 ends, packed = best_fit(lengths, row_length)
                 offsets.write((ends + low).astype("<u8").tobytes())  # `low` members before them
@@ -299,21 +284,18 @@ class TypeStats:
     """Figures of one type, or of all of them together.
 
     Attributes:
-        num_cut_documents: that needed more than one segment.
-        histogram: int64 [seq_length + 1]: how many segments have 0, 1, ... tokens.
         num_rows: rows of seq_length by the way of filling them: `segments` (one a row), `packed`
             (best-fit decreasing), `chunks` (all in one stream, cut every seq_length tokens).
-        num_chunk_cuts: documents of one segment that `chunks` would cut in two.
     """
 
     name: str
     num_segments: int
     num_tokens: int
     num_documents: int
-    num_cut_documents: int
-    histogram: numpy.ndarray
+    num_cut_documents: int  # that needed more than one segment
+    num_chunk_cuts: int  # documents of one segment that `chunks` would cut in two
+    histogram: numpy.ndarray  # int64 [seq_length + 1]: how many segments have 0, 1, ... tokens
     num_rows: dict[str, int]
-    num_chunk_cuts: int
 
     @property
     def seq_length(self) -> int:
@@ -339,20 +321,14 @@ class Stats:
         """All types together."""
         names = ["num_segments", "num_tokens", "num_documents", "num_cut_documents"]
         names += ["num_chunk_cuts", "histogram"]
+        sums = [sum(getattr(kind, name) for kind in self.types) for name in names]
         ways = self.types[0].num_rows
-        return TypeStats(
-            name="all",
-            num_rows={way: sum(kind.num_rows[way] for kind in self.types) for way in ways},
-            **{name: sum(getattr(kind, name) for kind in self.types) for name in names},
-        )
+        rows = {way: sum(kind.num_rows[way] for kind in self.types) for way in ways}
+        return TypeStats("all", *sums, rows)
 
 
 def stats(prefix: str | Path) -> Stats:
-    """Return counts from the index of a corpus (Stageline or Megatron-core), not from its tokens.
-
-    Raises:
-        DataError: it cannot be opened.
-    """
+    """Return counts from the index of a corpus, not from its tokens."""
     corpus = open_corpus(prefix)
     limit = corpus.header.rules.seq_length
     starts, types = corpus.type_starts.tolist(), []
@@ -367,20 +343,8 @@ def stats(prefix: str | Path) -> Stats:
             is_cut = (ends - lengths) // max(limit, 1) != (ends - 1) // max(limit, 1)
             num_chunk_cuts += int(numpy.count_nonzero((both == BEGINS | ENDS) & is_cut))
             position = int(ends[-1])
-        types.append(
-            TypeStats(
-                name=kind.name,
-                num_segments=kind.num_segments,
-                num_tokens=kind.num_tokens,
-                num_documents=kind.num_documents,
-                num_cut_documents=num_cut,
-                histogram=histogram,
-                num_rows={
-                    "segments": kind.num_segments,
-                    "packed": rows_of_best_fit(histogram),
-                    "chunks": -(-kind.num_tokens // max(limit, 1)),
-                },
-                num_chunk_cuts=num_chunk_cuts,
-            )
-        )
+        packed, chunks = rows_of_best_fit(histogram), -(-kind.num_tokens // max(limit, 1))
+        rows = {"segments": kind.num_segments, "packed": packed, "chunks": chunks}
+        counts = (kind.num_segments, kind.num_tokens, kind.num_documents, num_cut, num_chunk_cuts)
+        types.append(TypeStats(kind.name, *counts, histogram, rows))
     return Stats(corpus.prefix, limit, tuple(types))

@@ -6,13 +6,10 @@ workers of a parent that was killed end by themselves.
 
 import contextlib
 import dataclasses
-import functools
 import gc
-import itertools
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -38,7 +35,6 @@ from stageline.errors import CRASH, UserError
 
 _SAMPLE_DOCUMENTS = 64
 _SAMPLE_CHARACTERS = 200_000
-_SECONDS_BETWEEN_LOOKS = 0.5
 # chunks on the way for each worker: one is cut, the others wait, or wait to be written
 _CHUNKS_A_WORKER = 4
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
@@ -46,38 +42,27 @@ ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Task:
-    """Input and settings of all workers; it can be pickled.
-
-    Attributes:
-        make_cutter: makes what turns texts into (Segments, counts); called once in each worker.
-        columns: columns of Parquet files that documents are made of; None means all.
-    """
+    """Input and settings of all workers."""
 
     sources: Sequence[Source]
-    make_cutter: Callable[[], Any]
+    make_cutter: Callable[[], Any]  # makes what turns texts into (Segments, counts)
     document: Document
     max_document_bytes: int
-    columns: Sequence[str] | None = None
+    columns: Sequence[str] | None = None  # of Parquet files; None: all
     chunk_bytes: int = CHUNK_BYTES
 
     def chunks(self, file: int = 0, part: int = 0) -> Iterator[Chunk]:
         """Return all chunks in order, from one on."""
-        return iter_chunks(
-            self.sources,
-            first=(file, part),
-            max_document_bytes=self.max_document_bytes,
-            columns=self.columns,
-            chunk_bytes=self.chunk_bytes,
-        )
+        limits = {"max_document_bytes": self.max_document_bytes, "chunk_bytes": self.chunk_bytes}
+        return iter_chunks(self.sources, first=(file, part), columns=self.columns, **limits)
 
     def rows(self, chunk: Chunk) -> ChunkRows:
         """Return the documents of a chunk."""
-        limit = self.max_document_bytes
-        return read_chunk(chunk, document=self.document, max_document_bytes=limit)
+        return read_chunk(chunk, self.document, self.max_document_bytes)
 
 
 class CutterFacts(NamedTuple):
-    """Tokenizer and rules of the workers; `encoder` tells people how the tokenizer is run."""
+    """Tokenizer and rules of the workers; `encoder` names the implementation of the tokenizer."""
 
     tokenizer: TokenizerInfo
     rules: CutRules
@@ -141,20 +126,15 @@ class WorkerDied(RuntimeError):
     exit_code = CRASH
     kind = "crash"
 
-    def __init__(self, what: str = "a worker process") -> None:
+    def __init__(self) -> None:
         super().__init__(
-            f"{what} ended before its chunk was cut, as when memory is short. What was built is "
-            "kept: run the same command again, with fewer `num_workers` or a smaller "
-            "`max_document_bytes`."
+            "a worker process was killed, as when memory is short. What was built is kept: run the "
+            "same command again, with fewer `num_workers` or a smaller `max_document_bytes`."
         )
 
 
 class Pool(NamedTuple):
-    """Workers: their tokenizer and rules, and what begins with a chunk.
-
-    Attributes:
-        submit: chunk -> function that waits for its result.
-    """
+    """Workers with their tokenizer and rules; `submit` returns a function that waits."""
 
     num_workers: int
     facts: CutterFacts
@@ -162,28 +142,17 @@ class Pool(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_pool(task: Task, num_workers: int, executor: str) -> Iterator[Pool]:
-    """Open the workers of a task: processes or Ray's; with `num_workers` 0 there is only this one.
+def open_pool(task: Task, num_workers: int) -> Iterator[Pool]:
+    """Open the worker processes of a task; with `num_workers` 0 this process cuts.
 
     Raises:
-        UserError: the cutter cannot be made, or Ray is not installed.
+        UserError: the cutter cannot be made.
         WorkerDied: a worker was killed.
     """
-    if executor == "ray":
-        with _ray_actors(task, max(1, num_workers)) as pool:
-            yield pool
-    elif num_workers:
-        with _processes(task, num_workers) as pool:
-            yield pool
-    else:
-        worker = ChunkWorker(task)
-        yield Pool(1, worker.facts(), lambda chunk: lambda: worker.cut(chunk))
-
-
-@contextlib.contextmanager
-def _processes(task: Task, num_workers: int) -> Iterator[Pool]:
-    """Yield worker processes of this machine."""
     worker = ChunkWorker(task)
+    if not num_workers:
+        yield Pool(1, worker.facts(), lambda chunk: lambda: worker.cut(chunk))
+        return
     os.environ.update(ONE_THREAD)  # threads of a tokenizer do not survive a fork
     facts = worker.facts()
     # forked ones share the tokenizer, and know parts that were imported from files
@@ -194,12 +163,8 @@ def _processes(task: Task, num_workers: int) -> Iterator[Pool]:
         initargs=(worker, os.getpid()),
     )
     results = executor._result_queue
-
-    def submit(chunk: Chunk) -> Callable[[], ChunkResult]:
-        return executor.submit(_cut, chunk).result
-
     try:
-        yield Pool(num_workers, facts, submit)
+        yield Pool(num_workers, facts, lambda chunk: executor.submit(_cut, chunk).result)
     except BrokenProcessPool as error:
         raise WorkerDied from error
     finally:
@@ -226,7 +191,7 @@ def _start_worker(worker: ChunkWorker, parent: int) -> None:
     def end_with_parent() -> None:
         # a killed parent sends no message, and the pipes to it stay open in the other workers
         while os.getppid() == parent:
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            time.sleep(0.5)
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -234,62 +199,6 @@ def _start_worker(worker: ChunkWorker, parent: int) -> None:
 
 def _cut(chunk: Chunk) -> ChunkResult:
     return _worker.cut(chunk)
-
-
-@contextlib.contextmanager
-def _ray_actors(task: Task, num_workers: int) -> Iterator[Pool]:
-    """Yield workers on a Ray cluster: the one that RAY_ADDRESS names, or a local one.
-
-    The parent reads the files and sends their lines and rows.
-    """
-    try:
-        import ray
-        from ray.exceptions import RayActorError, RayTaskError
-    except ImportError as error:
-        raise UserError(
-            "`executor` ray requires the package ray, which is not installed: pip install ray, or "
-            "build with `executor` processes."
-        ) from error
-    # a cluster that the calling program started stays when the build is over
-    is_ours = not ray.is_initialized()
-    if is_ours:
-        python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        ray.init(
-            num_cpus=None if os.environ.get("RAY_ADDRESS") else num_workers,
-            log_to_driver=False,
-            configure_logging=False,
-            include_dashboard=False,
-            # workers import from the same paths as this program, also parts next to it
-            runtime_env={"env_vars": {**ONE_THREAD, "PYTHONPATH": python_path}},
-        )
-    actor = ray.remote(num_cpus=1, max_restarts=0)(ChunkWorker)  # Ray does not start it again
-    actors = [actor.remote(task) for _ in range(num_workers)]
-    in_turn = itertools.cycle(actors)
-
-    def get(reference: Any) -> Any:
-        try:
-            return ray.get(reference)
-        except RayTaskError as error:
-            raise error.cause from error
-        except RayActorError as error:
-            raise WorkerDied(f"a worker of the Ray cluster ({error})") from error
-
-    def submit(chunk: Chunk) -> Callable[[], ChunkResult]:
-        return functools.partial(get, next(in_turn).cut.remote(chunk))
-
-    try:
-        facts, *others = get([actor.facts.remote() for actor in actors])
-        if any(other != facts for other in others):
-            raise UserError(
-                "the workers of the Ray cluster have different tokenizers under one path. Copy "
-                "the folder to all machines, or to a disk that they share."
-            )
-        yield Pool(num_workers, facts, submit)
-    finally:
-        for actor in actors:
-            ray.kill(actor)
-        if is_ours:
-            ray.shutdown()
 
 
 def ordered(pool: Pool, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, ChunkResult]]:

@@ -21,20 +21,14 @@ from stageline.errors import DataError, UserError
 
 @dataclass(frozen=True)
 class RunSampler:
-    """The rows of each optimizer step, for the micro-batch loader.
-
-    Attributes:
-        num_batches: batches of a step.
-        origin: number of the batch at which step 0 would begin.
-        names: of the types, for the report.
-    """
+    """The rows of each optimizer step, for the micro-batch loader."""
 
     mixture: Mixture
-    num_batches: int
+    num_batches: int  # of a step
     dp_rank: int = 0
     dp_degree: int = 1
-    origin: int = 0
-    names: Sequence[str] = ()
+    origin: int = 0  # number of the batch at which step 0 would begin
+    names: Sequence[str] = ()  # of the types, for the report
 
     def __len__(self) -> int:
         """Return the whole steps of one epoch; batches that are left over begin the next one."""
@@ -62,13 +56,12 @@ class RunSampler:
 
     def report(self) -> str:
         """Return a line for each type about its rows in an epoch."""
-        lines = [
-            f"an epoch is {len(self.mixture)} batches of {self.mixture.batch_rows} rows "
-            f"({self.mixture.drop_mode})"
-        ]
-        for kind, drawn in enumerate(self.mixture.drawn()):
+        mixture = self.mixture
+        size, mode = mixture.batch_rows, mixture.drop_mode
+        lines = [f"an epoch is {len(mixture)} batches of {size} rows ({mode})"]
+        for kind, drawn in enumerate(mixture.drawn()):
             name = self.names[kind] if kind < len(self.names) else str(kind)
-            size, share = self.mixture.sizes[kind], float(self.mixture.shares.share(kind))
+            size, share = mixture.sizes[kind], float(mixture.shares.share(kind))
             more = f", {drawn - size} of them again" if drawn > size else ""
             more += f", {size - drawn} left out" if drawn < size else ""
             lines.append(f"  type {name}: {drawn} of {size} rows, {share:.4g} in a batch{more}")
@@ -112,9 +105,8 @@ def run_sampler(
         if step_rows % sum(counts):
             raise UserError(
                 f"`global_batch_distributed` {','.join(map(str, counts))} adds up to {sum(counts)} "
-                f"rows; a global batch has {batch_size * dp_degree} (`batch_size` x data parallel "
-                f"replicas), a step {step_rows}, which is not a multiple. Change the counts or "
-                "`batch_size`."
+                f"rows; a global batch has {batch_size * dp_degree} (`batch_size` x replicas), a "
+                f"step {step_rows}. Change the counts or `batch_size`."
             )
         batch = sum(counts)
     mixture = Mixture(
@@ -162,7 +154,6 @@ def find_trained(
     """Return the segments that the first batches of a run held: sorted int64, each once.
 
     Args:
-        num_batches, first_batch: see `rows_seen`; num_batches is steps x batches of a step.
         ranges: of each type, the first of its rows in the corpus and the one behind its last,
             where the mixture draws from a part of them because others are held out.
         packed: rows of the mixture are packed ones.
@@ -184,11 +175,7 @@ def save_indices(path: str | Path, indices: numpy.ndarray) -> None:
 
 
 def load_indices(path: str | Path) -> numpy.ndarray:
-    """Read int64 numbers of segments from a file of either kind, whatever its name.
-
-    Raises:
-        DataError: the file is missing, or holds something else.
-    """
+    """Read int64 numbers of segments from a file of either kind, or raise DataError."""
     try:
         data = Path(path).read_bytes()
         if data.startswith(MAGIC_PREFIX):
@@ -201,7 +188,6 @@ def load_indices(path: str | Path) -> numpy.ndarray:
         raise DataError(f"{path} is missing. Write it first (corpus.py find-trained).") from None
     except ValueError as error:
         raise DataError(
-            f"{path} is not a list of segments: {error}. Give whole numbers, one a line, or one "
-            "array of them in NumPy's format, as corpus.py find-trained writes them."
+            f"{path} is not a list of segments: {error}. Give a file of corpus.py find-trained."
         ) from None
     return numbers.astype(numpy.int64)

@@ -5,7 +5,7 @@ All of it streams, so memory does not grow with the inputs.
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
@@ -43,17 +43,14 @@ def merge(
     Args:
         types: an id for each prefix.
 
-    Returns:
-        The header of the new corpus.
-
     Raises:
         UserError: not one id a prefix, or an input that is the output.
         DataError: inputs of different tokenizers or segment lengths.
     """
     if not prefixes or len(types) != len(prefixes) or min(types) < 0:
         raise UserError(
-            f"{len(prefixes)} corpora to merge and type ids {list(types)}: each needs one id of 0 "
-            "or more (the same id: joined into one type). Give as many ids as prefixes."
+            f"{len(prefixes)} corpora to merge and type ids {list(types)}. Give one id of 0 or "
+            "more for each prefix; the same id joins them into one type."
         )
     _refuse_own_input(prefixes, new_prefix)
     first, *others = corpora = [Corpus(prefix) for prefix in prefixes]
@@ -78,17 +75,20 @@ def merge(
     kinds = dict(sorted(kinds.items()))
     names: list[str] = []  # up to three names of what was joined
     for pieces in kinds.values():
-        joined = _each_once(corpus.header.types[kind].name for corpus, kind in pieces)
+        joined = list(dict.fromkeys(corpus.header.types[kind].name for corpus, kind in pieces))
         name = "+".join(joined[:3]) + (f"+{len(joined) - 3}" if len(joined) > 3 else "")
         names.append(name if name not in names else f"{name}:{len(names)}")
+    sources: list = []
+    for source in (source for corpus in corpora for source in corpus.header.sources):
+        sources += [] if source in sources else [source]
     writer = CorpusWriter(
         new_prefix,
         tokenizer=first.tokenizer,
         rules=first.header.rules,
-        language="+".join(_each_once(corpus.header.language for corpus in corpora)),
+        language="+".join(dict.fromkeys(corpus.header.language for corpus in corpora)),
         type_names=names,
         overwrite=overwrite,
-        sources=_each_once(source for corpus in corpora for source in corpus.header.sources),
+        sources=sources,
     )
     with writer:
         for index, pieces in enumerate(kinds.values()):
@@ -104,18 +104,7 @@ def _refuse_own_input(prefixes: Sequence[str | Path], new_prefix: str | Path) ->
     target = os.path.realpath(path_of(new_prefix, ".bin"))
     for prefix in prefixes:
         if os.path.realpath(path_of(prefix, ".bin")) == target:
-            raise UserError(
-                f"{prefix} is read and would be written too: a corpus is not changed in place. "
-                "Give another prefix to write to."
-            )
-
-
-def _each_once(values: Iterable) -> list:
-    kept: list = []
-    for value in values:
-        if value not in kept:
-            kept.append(value)
-    return kept
+            raise UserError(f"{prefix} is not changed in place. Give another prefix to write to.")
 
 
 def remove(
@@ -140,8 +129,8 @@ def remove(
     wrong = gone[(gone < 0) | (gone >= len(corpus))]
     if wrong.size:
         raise UserError(
-            f"{prefix} has segments 0 to {len(corpus) - 1}, so {wrong.size:,} of the given ones "
-            f"cannot be removed, the first of them {wrong[0]}. Find the segments of this corpus."
+            f"{prefix} has segments 0 to {len(corpus) - 1}, none of the number {wrong[0]}. Find "
+            "the segments of this corpus."
         )
     writer = CorpusWriter(
         new_prefix,
@@ -188,10 +177,7 @@ def to_megatron(
     for target in targets:
         _refuse_own_input([prefix], target)
         if path_of(target, ".idx").exists() and not overwrite:
-            raise UserError(
-                f"{path_of(target, '.idx')} exists. Give another prefix, or replace it with "
-                "`overwrite`."
-            )
+            raise UserError(f"{target}.idx exists. Give another prefix, or add `overwrite`.")
     for target, start, stop in zip(targets, starts, starts[1:]):
         write_megatron(corpus, target, start, stop)
     return targets
@@ -213,9 +199,7 @@ def from_megatron(
         seq_length: longer sequences are cut into the fewest pieces of nearly equal length; None:
             as long as the longest one is.
 
-    Returns:
-        The header. A first id that is the tokenizer's BOS, and a last that is its EOS, are taken
-        for put there.
+    A first id that is the tokenizer's BOS, and a last that is its EOS, count as added.
 
     Raises:
         DataError: an id that the tokenizer does not have.
@@ -234,7 +218,7 @@ def from_megatron(
     with writer:
         for low, high in pair.steps():
             rows = [pair[index] for index in range(low, high)]
-            flags, lengths = pair.flags(low, high), pair.lengths(low, high)
+            flags, lengths = pair.flags(low, high).copy(), pair.lengths(low, high)
             tokens = numpy.concatenate(rows)
             wrong = tokens[(tokens < 0) | (tokens >= 1 << 32)]
             if wrong.size:
@@ -264,32 +248,21 @@ def _cut(
 ) -> Segments:
     """Cut each sequence into the fewest pieces, of lengths that differ by one token at most."""
     counts = -(-lengths // limit)
-    cut_lengths = numpy.array(
-        [
-            length // count + (piece < length % count)
-            for length, count in zip(lengths.tolist(), counts.tolist(), strict=True)
-            for piece in range(count)
-        ],
-        dtype=numpy.int64,
-    )
-    cut_flags = numpy.zeros(len(cut_lengths), dtype=numpy.uint8)
     some = counts > 0
-    ends = numpy.cumsum(counts)[some] - 1
-    begins = ends - counts[some] + 1
-    cut_flags[begins] |= flags[some] & (BEGINS | HAS_BOS)
-    cut_flags[ends] |= flags[some] & (ENDS | HAS_EOS)
+    lengths, flags, counts = lengths[some], flags[some], counts[some]
+    ends = numpy.cumsum(counts) - 1
+    begins = ends - counts + 1
+    place = numpy.arange(counts.sum()) - numpy.repeat(begins, counts)  # of a piece in its sequence
+    cut_lengths = numpy.repeat(lengths // counts, counts)
+    cut_lengths += place < numpy.repeat(lengths % counts, counts)
+    cut_flags = numpy.zeros(len(cut_lengths), dtype=numpy.uint8)
+    cut_flags[begins] |= flags & (BEGINS | HAS_BOS)
+    cut_flags[ends] |= flags & (ENDS | HAS_EOS)
     return Segments(tokens, cut_lengths, cut_flags)
 
 
 def verify(prefix: str | Path) -> CorpusHeader:
-    """Read all of a corpus and compare it with the sums that its writer took.
-
-    Returns:
-        The header.
-
-    Raises:
-        DataError: a file is damaged.
-    """
+    """Return the header of a corpus; raise DataError if its bytes are not those written."""
     corpus = Corpus(prefix)
     with open(path_of(corpus.prefix, ".bin"), "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()

@@ -4,13 +4,15 @@ Memory does not grow with the corpus. While it is written, its files are parts (
 ...); `close` renames them, the `.idx` last, so that a corpus with an `.idx` is complete.
 """
 
+import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,22 +44,14 @@ class GrowingFile:
     Args:
         size, sha256: what `sync` returned before. The file is cut to that size and read once, to
             check that it holds what was written. None starts again from the beginning.
-
-    Raises:
-        UserError: another process is writing it.
-        DataError: the part is shorter than that, or holds something else.
-        StorageError: it cannot be written.
     """
 
     def __init__(self, path: Path, *, size: int = 0, sha256: str | None = None) -> None:
         self.path = path
         self.size = size
         self._hash = hashlib.sha256()
-        try:
-            # never "wb": that would empty the file before the lock is held
+        with writing(path):  # never "wb": that would empty the file before the lock is held
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-        except OSError as error:
-            raise cannot_write(path, error) from error
         try:
             # The lock belongs to this process: forked workers do not keep it after a kill.
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,8 +59,7 @@ class GrowingFile:
             if error.errno in (errno.EACCES, errno.EAGAIN):  # else a file system without locks
                 self._file.close()
                 raise UserError(
-                    f"{path} is being written by another process. Wait for it or end it, or give "
-                    "another prefix."
+                    f"{path} is being written by another process. Wait for it, or end it."
                 ) from error
         if sha256 is not None:
             left = size
@@ -84,25 +77,21 @@ class GrowingFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes; the state counts them from now on."""
-        try:
+        with writing(self.path):
             self._file.write(data)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
         self._hash.update(data)
         self.size += memoryview(data).nbytes
 
     def sync(self) -> dict[str, Any]:
         """Write everything to the disk; return the arguments that resume here."""
-        try:
+        with writing(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
         return {"size": self.size, "sha256": self.sha256}
 
     @property
     def sha256(self) -> str:
-        """Return the sha256 of all bytes so far."""
+        """The sha256 of all bytes so far."""
         return self._hash.hexdigest()
 
     def close(self) -> None:
@@ -110,12 +99,16 @@ class GrowingFile:
         self._file.close()
 
 
-def cannot_write(path: Path, error: OSError) -> StorageError:
-    """Return the error for a file that cannot be written; finished work is kept."""
-    return StorageError(
-        f"{path} cannot be written: {error.strerror or error}. Make room (or the folder writable) "
-        "and run the same command again: what was written before is kept."
-    )
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise a StorageError where a file cannot be written; finished work is kept."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}. Make room, or the folder "
+            "writable, and run the same command again: it continues."
+        ) from error
 
 
 _PARTS = ("bin", "offsets", "flags")
@@ -135,7 +128,7 @@ class CorpusWriter:
             later. The other arguments have to be the same.
 
     Raises:
-        UserError: there is a finished corpus, and no `overwrite`.
+        UserError: there is a finished corpus and no `overwrite`, or another process writes it.
         DataError: the parts are not those of `state`.
         StorageError: the files cannot be written.
     """
@@ -164,8 +157,12 @@ class CorpusWriter:
                     "replace it with `overwrite`."
                 )
         path.parent.mkdir(parents=True, exist_ok=True)
-        begin: dict[str, Any] = {"counts": [[0, 0, 0]] * len(self._type_names), "endings": [0] * 4}
-        told = state or {**begin, "type_index": 0, "files": {name: {} for name in _PARTS}}
+        told = state or {
+            "counts": [[0, 0, 0]] * len(self._type_names),
+            "endings": [0] * 4,
+            "type_index": 0,
+            "files": dict.fromkeys(_PARTS, {}),
+        }
         self._counts = numpy.array(told["counts"], dtype=numpy.int64)
         self._endings = numpy.array(told["endings"], dtype=numpy.int64)
         self._type_index = told["type_index"]
@@ -175,11 +172,7 @@ class CorpusWriter:
             self._files["offsets"].write(bytes(8))
 
     def add(self, segments: Segments, *, type_index: int = 0) -> None:
-        """Append segments to a type, which closes earlier types.
-
-        Raises:
-            DataError: an id that the tokenizer does not have.
-        """
+        """Append segments to a type, which closes earlier types."""
         assert self._type_index <= type_index < len(self._counts), "types come in order"
         assert len(segments.tokens) == int(segments.lengths.sum()) and (segments.lengths > 0).all()
         if not len(segments):
@@ -188,23 +181,25 @@ class CorpusWriter:
         vocab_size = self._tokenizer.vocab_size
         if int(segments.tokens.max()) >= vocab_size:
             place = int(numpy.argmax(segments.tokens >= vocab_size))
-            within = int(numpy.searchsorted(numpy.cumsum(segments.lengths), place, side="right"))
+            index = int(self._counts[:, 0].sum())
+            index += int(numpy.searchsorted(numpy.cumsum(segments.lengths), place, side="right"))
             raise DataError(
-                f"Token id {segments.tokens[place]} in segment "
-                f"{int(self._counts[:, 0].sum()) + within} of {self.path_prefix}; the ids of "
-                f"tokenizer {self._tokenizer.name!r} are below {vocab_size}. Use one tokenizer "
-                "for all, and check its files."
+                f"Token id {segments.tokens[place]} in segment {index} of {self.path_prefix}; the "
+                f"ids of tokenizer {self._tokenizer.name!r} are below {vocab_size}. Use one "
+                "tokenizer for all."
             )
         start = int(self._counts[:, 1].sum())
         self._type_index = type_index
         ends = numpy.cumsum(segments.lengths, dtype=numpy.uint64) + numpy.uint64(start)
         tokens = segments.tokens.astype(self._dtype.newbyteorder("<"), copy=False)
-        self._files["bin"].write(_bytes_of(tokens))
-        self._files["offsets"].write(_bytes_of(ends.astype("<u8", copy=False)))
-        self._files["flags"].write(_bytes_of(segments.flags.astype(numpy.uint8, copy=False)))
+        arrays = {"bin": tokens, "offsets": ends.astype("<u8"), "flags": segments.flags}
+        for name, array in arrays.items():
+            self._files[name].write(numpy.ascontiguousarray(array).data.cast("B"))
         begins = int(numpy.count_nonzero(segments.flags & BEGINS))
         self._counts[type_index] += (len(segments), len(tokens), begins)
-        self._endings += count_endings(segments.flags)
+        has_bos, has_eos = (segments.flags & HAS_BOS) != 0, (segments.flags & HAS_EOS) != 0
+        ways = (has_bos & ~has_eos, has_eos & ~has_bos, ~has_bos & ~has_eos, has_bos & has_eos)
+        self._endings += [int(numpy.count_nonzero(way)) for way in ways]
 
     def state(self) -> dict:
         """Sync all files to the disk and return the JSON state that resumes here."""
@@ -231,10 +226,7 @@ class CorpusWriter:
             rules=self._rules,
             language=self._language,
             types=tuple(
-                SegmentType(index, name, *counts)
-                for index, (name, counts) in enumerate(
-                    zip(self._type_names, self._counts.tolist(), strict=True)
-                )
+                map(SegmentType, itertools.count(), self._type_names, *self._counts.T.tolist())
             ),
             bin_size=self._files["bin"].size,
             bin_sha256=self._files["bin"].sha256,
@@ -272,7 +264,6 @@ class CorpusWriter:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Delete the parts after a failure; `close` is left to the caller."""
         if error is not None:
             self.discard()
 
@@ -294,16 +285,3 @@ def name_files(path_prefix: str | Path) -> None:
     os.close(folder)
     for name in (".offsets", ".flags"):
         path_of(path_prefix, f"{name}.part").unlink(missing_ok=True)
-
-
-def count_endings(flags: numpy.ndarray) -> numpy.ndarray:
-    """Count segments with BOS only, EOS only, neither, both: int64 [4]."""
-    has_bos, has_eos = (flags & HAS_BOS) != 0, (flags & HAS_EOS) != 0
-    both = int(numpy.count_nonzero(has_bos & has_eos))
-    bos = int(numpy.count_nonzero(has_bos)) - both
-    eos = int(numpy.count_nonzero(has_eos)) - both
-    return numpy.array([bos, eos, len(flags) - bos - eos - both, both], dtype=numpy.int64)
-
-
-def _bytes_of(array: numpy.ndarray) -> memoryview:
-    return numpy.ascontiguousarray(array).data.cast("B")

@@ -222,7 +222,7 @@ def test_what_a_run_has_seen_is_found_and_removed(inside, tmp_path, rows, capsys
        f"--remove-idx-path {tmp_path}/seen.npy")  # fmt: skip
     whole, rest = open_corpus(f"{tmp_path}/c"), open_corpus(f"{tmp_path}/rest")
     wanted = [whole[index].tolist() for index in range(len(whole)) if index not in segments]
-    assert [row.tolist() for row in rest.read(range(len(rest)))] == wanted
+    assert [rest[i].tolist() for i in range(len(rest))] == wanted
 
 
 def flat(sampler):
@@ -239,7 +239,7 @@ def test_convert_there_and_back(inside, capsys):
     with pytest.raises(UserError, match="--tokenizer-path is missing"):
         do("convert --read-path-prefix data/megatron --new-path-prefix data/back")
     do("convert --read-path-prefix data/megatron --new-path-prefix data/back --tokenizer-path T")
-    rows = [[row.tolist() for row in open_corpus(f"data/{name}").read(range(3))]
+    rows = [[open_corpus(f"data/{name}")[i].tolist() for i in range(3)]
             for name in ("b", "megatron", "back")]  # fmt: skip
     assert rows[0] == rows[1] == rows[2]
     do("stats --read-path-prefix data/megatron")

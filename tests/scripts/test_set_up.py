@@ -20,7 +20,7 @@ LOCK = dict(
     for line in (ROOT / "requirements.lock").read_text().splitlines()
     if not line.startswith("#")
 )
-UNLOCKED = {"vllm", "ray", "icu"}  # they bring builds of their own
+UNLOCKED = {"vllm", "icu"}  # they bring builds of their own
 # answers for the python that makes .venv and for the one in it; notes what pip is told
 PYTHON = """#!/usr/bin/env bash
 case "$*" in

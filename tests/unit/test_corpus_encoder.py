@@ -29,6 +29,27 @@ GPT4O = (
 )
 CONTROL = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "<filename>"]
 
+ODD = (
+    "I'm, you're, he's, we'd, they'll, I've, can't; I'M, YOU'RE, HE'S, WE'D, THEY'LL, I'VE, CAN'T",
+    "'s's 's x's'll ''' 'ſ 'S ’s ’ll it ’ s",
+    "  two spaces   three    four \t tab\t\ttabs \n newline\n\n\n\r\nCRLF\r\n\r\n\rCR alone \r",
+    "\n\n\n   \n\t \n",
+    "ends in spaces   ",
+    "0 12 123 1234 12345 123456 1234567 3.14159 1,000,000 1e-9 0x7F v2.0.1 a1b2c3   5  7 \n8\n\n9",
+    "½ ² ٣ ४५ Ⅷ ⑨ 一二三 １２３ x² y₃  ½\n²",
+    "/usr/share/doc/a-b_c.d+e --long-option=VALUE -x <file> || && >> 2>&1 $HOME ${x%%.*} #!/bin/sh",
+    "<|endoftext|> <|im_start|>user\nhi<|im_end|> <s></s> <pad> [INST] [/INST] <unk> <|eot_id|>",
+    "中文没有空格。下一句！“引号”？！……《书名》，、；：（括号）ＡＢＣ　全角空格",
+    "ひらがなカタカナ漢字 한국어 문장입니다. ไทยไม่มีช่องว่าง हिन्दी में संयुक्ताक्षर العربية עברית",
+    "é e\u0301 ñ n\u0303 Å ÅÅ ﬁ ﬀ ㎢ ﷺ ǆ ß ẞ İ ı Ωmega µ",
+    "😀👍🏽👨‍👩‍👧‍👦🏳️‍🌈 flags 🇩🇪🇨🇳 a😀b 😀 😀  😀",
+    "\u200b\u200d\ufeff\u00a0\u2003\u3000\u2028\u2029\x85\x0b\x0c\x1c\x1f\u00ad\u180e\u2060",
+    "a\u00a0b \u00a0 c\u2003 d \u3000e\x0b\x0cf\x85\x85 g\x1c\x1dh",
+    "\x00 nul \x00\x00 \x01\x02\x03\x04\x05\x06\x07\x08\x0e\x0f\x10\x13\x14\x16\x1b\x7f end",
+    "\u0378 \ufffe \uffff \U0001f9ff \U000e0001 \U0010ffff \ue000 \U00040000 \U000f0000",
+    "a" * 3000 + " " + "=" * 500 + "\n" + "-" * 500 + " " * 700 + "x" + "\n" * 700 + "的" * 700,
+)
+
 
 def _bytes_after(*steps, uses_regex=False, add_prefix_space=False):
     last = pre.ByteLevel(add_prefix_space=add_prefix_space, use_regex=uses_regex)
@@ -73,7 +94,7 @@ def _byte_level(name):
     trainer = trainers.BpeTrainer(
         vocab_size=1500, initial_alphabet=alphabet, special_tokens=CONTROL, show_progress=False
     )
-    backend.train_from_iterator(_training_texts() + (check_texts(None)[:17]), trainer)
+    backend.train_from_iterator(_training_texts() + list(ODD[:17]), trainer)
     if name == "qwen":  # Qwen has <think> as a token of its own that is not a control token
         backend.add_tokens([AddedToken("<think>", normalized=False, special=False)])
     return backend
@@ -125,7 +146,7 @@ def folders(tmp_path_factory):
 
 def _texts():
     """Odd texts, each also behind the other, and real ones."""
-    odd = check_texts(None)
+    odd = [*ODD, *check_texts(None)]
     chance = random.Random(3)
     pairs = ["".join(chance.sample(odd[:17], 2)) for _ in range(40)]
     return [*odd, *pairs, *_training_texts(), "", "x<think>y</think>"]

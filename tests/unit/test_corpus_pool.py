@@ -27,7 +27,7 @@ def test_nothing_is_left_of_a_closed_pool_whose_results_nobody_took(tmp_path):
     task = Task(find_sources(path), SlowCutter, document=str, max_document_bytes=1 << 20)
     (chunk,) = task.chunks()
     before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt), open_pool(task, 2, "processes") as pool:
+    with pytest.raises(KeyboardInterrupt), open_pool(task, 2) as pool:
         waiting = [pool.submit(chunk) for _ in range(8)]
         raise KeyboardInterrupt
     assert threading.active_count() == before and not multiprocessing.active_children()

@@ -103,9 +103,7 @@ def test_remove_leaves_exactly_the_rest(tmp_path, three):
         remove(tmp_path / "all", tmp_path / "left", gone, overwrite=True)
         left = Corpus(tmp_path / "left")
         stay = [i for i in range(len(corpus)) if i not in set(gone.tolist())]
-        assert [row.tolist() for row in left.read(range(len(left)))] == [
-            corpus[i].tolist() for i in stay
-        ]
+        assert [left[i].tolist() for i in range(len(left))] == [corpus[i].tolist() for i in stay]
         counts = numpy.searchsorted(stay, corpus.type_starts)
         assert left.type_starts.tolist() == counts.tolist()
         # a document of the rest holds tokens that were neighbours in one document
