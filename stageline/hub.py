@@ -85,11 +85,7 @@ def title_of(folder: Path) -> str:
 
 
 def local_folder(given: str | Path, *, option: str = "`model_path`") -> Path:
-    """Return the folder of a model, adapter or tokenizer; fetch it if it is not here.
-
-    Raises:
-        UserError: nothing of this name can be had.
-    """
+    """Return the folder of a model, adapter or tokenizer; fetch it if it is not here."""
     name = read_name(given)
     if name is None:
         return Path(given).expanduser()
@@ -97,12 +93,11 @@ def local_folder(given: str | Path, *, option: str = "`model_path`") -> Path:
     if found is None:
         is_modelscope = os.environ.get("USE_MODELSCOPE_HUB", "").lower() in _TRUE
         try:
-            found = _from_modelscope(name, option) if is_modelscope else _from_hub(name)
+            found = _from_modelscope(name) if is_modelscope else _from_hub(name)
         except UserError:
             raise
         except Exception as error:  # a client raises errors of its transport
-            at = "ModelScope" if is_modelscope else ""
-            raise _refused(name, option, error, at=at) from error
+            raise _refused(name, option, error) from error
         _note(name, found)
     return Path(found)
 
@@ -116,25 +111,23 @@ def pinned_set(given: str, *, option: str = "`dataset_path`") -> str:
     name = read_name(given)
     if name is None:
         return given
-    if name.is_pinned:
-        return f"{PREFIX}{name}"
-    found = _fetched().get(f"{PREFIX}{name}")
-    if found is None:
-        from huggingface_hub import HfApi
-        from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT as TIMEOUT
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    full = f"{PREFIX}{name}"
+    if name.is_pinned or full in _fetched():
+        return _fetched().get(full, full)
+    from huggingface_hub import HfApi, errors
+    from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT as TIMEOUT
 
-        try:
-            info = HfApi().dataset_info(name.repo, revision=name.revision, timeout=TIMEOUT)
-            found = f"{PREFIX}{name.repo}@{info.sha}"
-        except Exception as error:  # the client raises errors of its transport
-            is_refusal = isinstance(error, HFValidationError)
-            if isinstance(error, HfHubHTTPError):
-                is_refusal = error.response.status_code < 500
-            if not is_refusal:
-                return f"{PREFIX}{name}"
-            raise _refused(name, option, error, kind="datasets") from error
-        _note(f"{PREFIX}{name}", found)
+    try:
+        info = HfApi().dataset_info(name.repo, revision=name.revision, timeout=TIMEOUT)
+    except Exception as error:  # the client raises errors of its transport
+        is_refusal = isinstance(error, errors.HFValidationError)
+        if isinstance(error, errors.HfHubHTTPError):
+            is_refusal = error.response.status_code < 500
+        if not is_refusal:
+            return full
+        raise _refused(name, option, error, kind="datasets") from error
+    found = f"{PREFIX}{name.repo}@{info.sha}"
+    _note(full, found)
     return found
 
 
@@ -147,9 +140,6 @@ def fetch_missing(path: Path) -> None:
     """Fetch a file of weights into its folder of the cache, if it is not there yet.
 
     A file whose name the hub does not have stays away.
-
-    Raises:
-        UserError: the hub does not give it.
     """
     name = name_of(path.parent)
     if name is None or path.exists():
@@ -173,35 +163,25 @@ def _from_hub(name: HubName) -> str:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})
 
-    found = snapshot_download(
-        name.repo,
-        revision=name.revision,
-        allow_patterns=_AT_ONCE,
-        ignore_patterns=_LEFT_OUT,
-        tqdm_class=Silent,
-    )
+    patterns = {"allow_patterns": _AT_ONCE, "ignore_patterns": _LEFT_OUT}
+    found = snapshot_download(name.repo, revision=name.revision, tqdm_class=Silent, **patterns)
     if Path(found, "adapter_config.json").exists():
         fetch_missing(Path(found, _ADAPTER))
     return found
 
 
-def _from_modelscope(name: HubName, option: str) -> str:
+def _from_modelscope(name: HubName) -> str:
     """Return the whole folder: its cache has no commits, so no file can be fetched later."""
     try:
         from modelscope import snapshot_download
     except ImportError as error:
         raise UserError(
-            f"{option} {name} is on ModelScope (USE_MODELSCOPE_HUB is set), whose client is not "
-            "installed. Run `pip install modelscope`, or unset the variable."
+            f"USE_MODELSCOPE_HUB is set for {name}, and its client is not installed. Run `pip "
+            "install modelscope`, or unset the variable."
         ) from error
-    return str(
-        snapshot_download(
-            name.repo,
-            revision=name.revision,
-            allow_patterns=[*_AT_ONCE, _ADAPTER, "model*.safetensors"],
-            ignore_patterns=_LEFT_OUT,
-        )
-    )
+    wanted = [*_AT_ONCE, _ADAPTER, "model*.safetensors"]
+    patterns = {"allow_patterns": wanted, "ignore_patterns": _LEFT_OUT}
+    return str(snapshot_download(name.repo, revision=name.revision, **patterns))
 
 
 def _fetched() -> dict[str, str]:
@@ -211,36 +191,28 @@ def _fetched() -> dict[str, str]:
 def _note(name: HubName | str, found: str) -> None:
     os.environ[FETCHED] = json.dumps({**_fetched(), str(name): found})
     if is_first():
-        commit = found if isinstance(name, str) else f"{name} is {found}"
-        print(commit, file=sys.stderr, flush=True)
+        print(f"{name} is {found}", file=sys.stderr, flush=True)
 
 
-def _refused(
-    name: HubName, what: str, error: Exception, *, kind: str = "models", at: str = ""
-) -> UserError:
+def _refused(name: HubName, what: str, error: Exception, *, kind: str = "models") -> UserError:
     """Return the error of a failed fetch, with the name, the cause and the remedy."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{name.repo}"
     log_in = "log in with `hf auth login` or set HF_TOKEN"
-    told = str(error).strip().splitlines()
-    why = f"did not give it ({type(error).__name__}: {told[0][:200] if told else ''})"
-    cure = (
-        f"{constants.HF_HUB_CACHE} has no copy either. Look at the network, the proxy, the room on "
-        "the disk and HF_ENDPOINT, and start again, or give a folder"
-    )
     if isinstance(error, errors.GatedRepoError):
-        why, cure = "gives it only to people on its list", f"Ask on {page}, then {log_in}"
+        told = f"it is only for people on a list. Ask on {page}, then {log_in}"
     elif isinstance(error, errors.RevisionNotFoundError):
-        why = f"has no revision {name.revision} of {name.repo}"
-        cure = f"Its page lists the branches, tags and commits: {page}"
+        told = f"there is no revision {name.revision}. {page} lists the branches and commits"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        local = f", and no folder {Path(name.repo).absolute()} is here" if kind == "models" else ""
-        why = f"has no such name among the {kind} that you may see{local}"
-        cure = f"Check the spelling; if it is private, {log_in}"
+        here = Path(name.repo).absolute()
+        told = f"none of the {kind} that you may see, and no folder {here}. Check it, or {log_in}"
     elif isinstance(error, errors.HFValidationError):
-        why, cure = f"has no such names ({error})", "Write owner/name[@revision]"
-    elif constants.is_offline_mode() and not at:
-        why = f"is not asked, because HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} lacks it"
-        cure = f"Fetch it once with a network (`hf download {name.repo}`), or give a folder"
-    return UserError(f"{what} {name}: {at or constants.ENDPOINT} {why}. {cure}.")
+        told = f"{error}. Write owner/name[@revision]"
+    elif constants.is_offline_mode():
+        cache = constants.HF_HUB_CACHE
+        told = f"HF_HUB_OFFLINE is set, and {cache} lacks it. Run `hf download {name.repo}` once"
+    else:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        told = f"{why}. Look at the network, the proxy, the disk and HF_ENDPOINT, or give a folder"
+    return UserError(f"{what} {name}: {told}.")
