@@ -779,9 +779,5 @@ def remote(
         seconds: timeout of one judgement, in seconds.
     """
     key = os.environ.get(key_variable)
-
-    def ask(prompt: str, completion: str, sample: dict[str, Any]) -> float | None:
-        right = str(sample.get("answer", "unknown"))
-        return rewards.judged(url, model, key, prompt, completion, right, seconds)
-
-    return rewards.side_by_side(ask, prompts, completions, samples)
+    right = [str(sample.get("answer", "unknown")) for sample in samples]
+    return rewards.judged(url, model, key, prompts, completions, right, seconds=seconds)

@@ -1,10 +1,7 @@
 """Find by a trial whether a model can decode with a key-value cache, and the argument of the cache.
 
-A signature does not tell: transformers renames its arguments, a forward with `**kwargs` takes any
-name and may ignore it, and some models keep more than keys and values. So a scaled-down copy
-answers both ways.
-
-Shapes: B rows, T tokens.
+A signature does not tell: a forward with `**kwargs` may ignore the cache, and some models keep more
+than keys and values. So a scaled-down copy answers both ways. Shapes: B rows, T tokens.
 """
 
 import sys
@@ -36,11 +33,7 @@ def randomise(whole: nn.Module) -> None:
 
 
 def small_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a scaled-down model of the same class, on the CPU with random float32 weights.
-
-    Raises:
-        Exception: any type that transformers raises where the configuration cannot be scaled down.
-    """
+    """Return a scaled-down model of the same class, on the CPU with random float32 weights."""
     small = shrink_config(model.config, num_layers=max(2, layer_period(model.config)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -54,9 +47,6 @@ def cache_name(model: PreTrainedModel) -> str | None:
 
     It is None, too, where keys and values are not all that it keeps of the tokens so far: layers
     have a state (Mamba), or positions are counted from another number than 0 (RoBERTa).
-
-    Args:
-        model: any one of its class and configuration, also on meta.
     """
     key = type(model), model.config.to_json_string(use_diff=False)
     if key not in _FOUND:
@@ -70,8 +60,7 @@ def cache_name(model: PreTrainedModel) -> str | None:
 def answers_alike(model: PreTrainedModel) -> bool:
     """Return whether `generate` gives a row the same answer with padding and a cache as without.
 
-    Models of transformers are taken to do so. One with code of its own may take a cache among other
-    keywords and do nothing with it; `generate` would then hand it the last token only.
+    Models of transformers are taken to do so; code of one's own may ignore a cache that it takes.
     """
     return is_of_library(model) or cache_name(model) is not None
 
@@ -84,23 +73,16 @@ def _tried_name(model: PreTrainedModel) -> str | None:
         rows = [ids[: length + 1].roll(length) for length in LENGTHS]
         wholes = [_last(copy, input_ids=row[None], use_cache=False) for row in rows]
     except Exception as error:  # some hundred classes can fail in any way
-        print(
-            f"whether {type(model).__name__} decodes with a cache could not be tried on a "
-            "scaled-down copy "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): each token of an "
-            "answer reads its whole row",
-            file=sys.stderr,
-        )
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        print(f"{type(model).__name__} decodes without a cache: {why}", file=sys.stderr)
         return None
     for name in NAMES:
         try:
             found = _with_cache(copy, rows, name)
         except Exception:  # an unknown keyword, or layers that need another cache
             continue
-        if all(
-            (one - whole).abs().max() <= TOLERANCE * whole.abs().max()
-            for one, whole in zip(found, wholes, strict=True)
-        ):
+        pairs = zip(found, wholes, strict=True)
+        if all((one - whole).abs().max() <= TOLERANCE * whole.abs().max() for one, whole in pairs):
             return name
     return None
 
@@ -108,22 +90,15 @@ def _tried_name(model: PreTrainedModel) -> str | None:
 def _with_cache(copy: PreTrainedModel, rows: list[torch.Tensor], name: str) -> torch.Tensor:
     """Return the output at the last token of each row, after one pass over all before it."""
     width = max(LENGTHS)
-    ids_BT = torch.stack(
-        [nn.functional.pad(row, (width + 1 - len(row), 0), value=3) for row in rows]
-    )
+    ids_BT = nn.utils.rnn.pad_sequence(rows, True, padding_value=3, padding_side="left")
     starts_B1 = torch.tensor([[width - length] for length in LENGTHS])
     mask_BT = (torch.arange(width + 1) >= starts_B1).long()
     position_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
     # Stages keep all columns in all layers, too. A configuration would choose windows and states.
     cache: dict[str, Any] = {name: DynamicCache(), "use_cache": True}
     for new in (slice(0, width), slice(width, width + 1)):
-        found = _last(
-            copy,
-            input_ids=ids_BT[:, new],
-            attention_mask=mask_BT[:, : new.stop],
-            position_ids=position_BT[:, new],
-            **cache,
-        )
+        inputs = {"input_ids": ids_BT[:, new], "position_ids": position_BT[:, new]}
+        found = _last(copy, attention_mask=mask_BT[:, : new.stop], **inputs, **cache)
     return found[:, None]
 
 

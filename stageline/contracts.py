@@ -16,7 +16,6 @@ from stageline.errors import ContractError, UserError
 
 OF_MODELS = ("train_model", "stage model")
 _ROOT = Path(__file__).resolve().parents[1]
-MOST_CHARACTERS = 60  # longest value that is shown
 
 
 def broken(
@@ -32,8 +31,6 @@ def broken(
 
     Args:
         came: what it did, "returned a dict".
-        why: what was expected, and because of what.
-        cure: what to do.
         kind: of error; DataError where a row is wrong.
     """
     guide = "add_a_model.md" if register in OF_MODELS else "add_a_part.md"
@@ -41,11 +38,7 @@ def broken(
 
 
 def call(register: str, part: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a part.
-
-    Raises:
-        ContractError: it does not take these arguments.
-    """
+    """Call a part; raise ContractError if it does not take these arguments."""
     try:
         return part(*args, **kwargs)
     except TypeError:
@@ -57,13 +50,11 @@ def check_call(register: str, part: Callable[..., Any], *args: Any, **kwargs: An
     """Refuse a part that does not take these arguments, without calling it."""
     problem = mismatch(part, *args, **kwargs)
     if problem is not None:
-        signature = str(inspect.signature(_unwrapped(part)))
-        shortened = signature if len(signature) < 200 else signature[:200] + " ...)"
         handed = ", ".join([*("..." for _ in args), *(f"{name}=..." for name in kwargs)])
         raise broken(
             register,
             part,
-            f"has the signature {shortened} ({problem})",
+            f"has the signature {str(inspect.signature(_unwrapped(part)))[:200]} ({problem})",
             why=f"It is called with ({handed})",
             cure="change the signature; **others takes what the part does not need",
         )
@@ -76,10 +67,8 @@ def mismatch(part: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
         part = part.func
     try:
         inspect.signature(part).bind(*args, **kwargs)
-    except TypeError as error:
-        return str(error)
-    except ValueError:  # built-in functions have no signature to read
-        return None
+    except (TypeError, ValueError) as error:  # built-in functions have no signature to read
+        return str(error) if isinstance(error, TypeError) else None
     return None
 
 
@@ -106,9 +95,7 @@ def part_name(part: object) -> str:
         line = code.co_firstlineno if code else inspect.getsourcelines(target)[1]
     except (TypeError, OSError):  # built into the interpreter, or without a file
         return name
-    if file.is_relative_to(_ROOT):
-        file = file.relative_to(_ROOT)
-    return f"{name} ({file}:{line})"
+    return f"{name} ({file.relative_to(_ROOT) if file.is_relative_to(_ROOT) else file}:{line})"
 
 
 def shown(value: object) -> str:
@@ -126,7 +113,5 @@ def shown(value: object) -> str:
         inside = ", ".join(type(item).__name__ for item in value[:4])
         more = ", ..." if len(value) > 4 else ""
         return f"{article} {name} of {len(value)} ({inside}{more})"
-    text = repr(value[: 2 * MOST_CHARACTERS] if isinstance(value, str | bytes) else value)
-    text = " ".join(text.split())
-    more = " ..." if len(text) > MOST_CHARACTERS else ""
-    return f"{article} {name}: {text[:MOST_CHARACTERS]}{more}"
+    text = " ".join(repr(value).split())
+    return f"{article} {name}: {text if len(text) <= 60 else f'{text[:60]} ...'}"

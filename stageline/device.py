@@ -1,8 +1,7 @@
 """Choose the device of a process, and the torch module of its kind: cuda, xpu, npu, any other.
 
-torch.accelerator tells the kind of accelerator, and how many there are. Streams, events, generators
-and memory are in the module of its kind (`torch.get_device_module`): torch.cuda, torch.xpu and
-torch_npu's torch.npu have one interface. torch.Event has no wait in which the host's thread sleeps.
+Streams, events, generators and memory are in the module of a kind (`torch.get_device_module`):
+torch.cuda, torch.xpu and torch_npu's torch.npu have one interface.
 """
 
 import contextlib
@@ -37,15 +36,10 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def accelerators(asked: str = "auto") -> list[torch.device]:
-    """Return the accelerators that a run may use; empty: it computes on the CPU.
-
-    CUDA's driver is not started: the caller may still fork, or choose the visible devices.
+    """Return the accelerators that a run may use, without CUDA's driver; empty: it uses the CPU.
 
     Args:
         asked: "cpu", a kind of accelerator, or "auto": any kind but MPS, which must be named.
-
-    Raises:
-        UserError: a kind was asked for, and torch finds none of it.
     """
     current = torch.accelerator.current_accelerator()
     kind = "cpu" if current is None else current.type
@@ -55,40 +49,30 @@ def accelerators(asked: str = "auto") -> list[torch.device]:
     if asked != "auto" and (kind != asked or not count):
         there = f"{count} x {kind}" if count else "no accelerator"
         raise UserError(
-            f"`device` {asked}: torch {torch.__version__} finds {there} here. Install the torch "
-            "build for it (npu: and torch_npu), check "
-            f"{VISIBLE.get(asked, 'its driver')}, or use `device` auto or cpu."
+            f"`device` {asked}: torch {torch.__version__} finds {there}. Install the torch build "
+            f"for it, check {VISIBLE.get(asked, 'its driver')}, or use `device` auto or cpu."
         )
     return [torch.device(kind, index) for index in range(count)]
 
 
 def stage_devices(asked: str = "auto") -> list[torch.device]:
-    """Return the devices that stages compute on, or stream through: all accelerators or the CPU.
-
-    Raises:
-        UserError: as `accelerators`; or it is MPS.
-    """
+    """Return the devices that stages compute on, or stream through: all accelerators or the CPU."""
     found = accelerators(asked) or [torch.device("cpu")]
     if found[0].type == "mps":
         raise UserError(
-            "`device` mps cannot run a model in stages, which requires streams, float64 and a "
-            "backend of torch.distributed. Use `device` cpu, or answer with a whole model, placed "
-            "by a device_map."
+            "`device` mps cannot run a model in stages: it has no streams and no float64. Use "
+            "`device` cpu, or a whole model placed by a device_map."
         )
     return found
 
 
 def visible(devices: Sequence[torch.device]) -> tuple[str, list[str]]:
-    """Return the environment variable that limits a process to devices, and their names in it.
-
-    Raises:
-        UserError: it is not known for devices of this kind.
-    """
+    """Return the environment variable that limits a process to devices, and their names in it."""
     kind = devices[0].type
     if kind not in VISIBLE:
         raise UserError(
-            f"no variable is known that gives processes devices of their own of the kind {kind}, "
-            f"only of {', '.join(VISIBLE)}. Take `device` cpu, or one process with one device."
+            f"devices of the kind {kind} cannot be dealt out to processes, only those of "
+            f"{', '.join(VISIBLE)}. Take `device` cpu, or one process with one device."
         )
     given = os.environ.get(VISIBLE[kind], "")
     named = [name.strip() for name in given.split(",") if name.strip()]
@@ -186,9 +170,8 @@ _ROUND_UP = "pinned_max_round_threshold_mb"  # larger blocks have exactly the re
 def settle_allocators() -> None:
     """Set torch's allocators for GPUs, before the first one is used; not where the user has.
 
-    Segments that grow: micro-batches have lengths of their own, and what one length leaves behind
-    is of no use to the next. Pinned blocks of the size that was asked for: torch would round each
-    up to a power of two, which of a large layer's weights can be twice their memory.
+    Segments grow, because micro-batches have lengths of their own. Pinned blocks have the size that
+    was asked for: torch would round each up to a power of two.
     """
     is_settled = any(name in os.environ for name in ALLOCATOR_VARIABLES)
     if is_settled or not torch.cuda.is_available():

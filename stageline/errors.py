@@ -14,23 +14,16 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 
-CRASH = 9
-INTERRUPTED = 130
-PREEMPTED = 143
-
-
+CRASH, INTERRUPTED, PREEMPTED = 9, 130, 143
 _FIELD = re.compile(r"`([a-z][a-z0-9_]*)((?:\.[a-z0-9_]+)?)`")
 _option_names: Callable[[], Mapping[str, str]] = dict
 
 
 def name_options(names: Callable[[], Mapping[str, str]]) -> None:
-    """Set the names of the options of the running command.
+    """Set the names of the options of the running command, argument -> option as it is typed.
 
     The engine has no options: its messages contain `num_stages`, the name of an argument, and
     `dataset.val_size` for an option of a component.
-
-    Args:
-        names: gives argument -> option as it is typed; called when a message is written.
     """
     global _option_names
     _option_names = names
@@ -58,8 +51,7 @@ class _Spelled:
 class UserError(_Spelled, ValueError):
     """A wrong option, key, path or combination of them."""
 
-    exit_code = 2
-    kind = "usage"
+    exit_code, kind = 2, "usage"
 
 
 class ContractError(UserError):
@@ -75,55 +67,46 @@ class PlanError(UserError):
 class DataError(UserError):
     """A row or an image that cannot be used; the message names file and line."""
 
-    exit_code = 3
-    kind = "data"
+    exit_code, kind = 3, "data"
 
 
 class CheckpointError(UserError):
     """A checkpoint or model file that is damaged, incomplete, or of another model."""
 
-    exit_code = 4
-    kind = "checkpoint"
+    exit_code, kind = 4, "checkpoint"
 
 
 class StorageError(_Spelled, OSError):
     """Something could not be written; what was saved before is as it was."""
 
-    exit_code = 5
-    kind = "storage"
+    exit_code, kind = 5, "storage"
 
 
 class NonFiniteError(_Spelled, ArithmeticError):
     """Losses, gradients or weights that are inf or nan."""
 
-    exit_code = 6
-    kind = "non-finite"
+    exit_code, kind = 6, "non-finite"
 
 
 class RemoteError(_Spelled, RuntimeError):
     """A model elsewhere does not answer, or refuses; answers that came are kept."""
 
-    exit_code = 10
-    kind = "remote"
+    exit_code, kind = 10, "remote"
 
 
 class MemoryFull(_Spelled, RuntimeError):
     """A device or the host has no memory left."""
 
-    exit_code = 7
-    kind = "memory"
+    exit_code, kind = 7, "memory"
 
 
 class HangError(_Spelled, RuntimeError):
     """A rank made no progress for longer than allowed."""
 
-    exit_code = 8
-    kind = "hang"
+    exit_code, kind = 8, "hang"
 
 
-_NO_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|not enough memory|bad_alloc|ALLOC_FAILED", re.IGNORECASE
-)
+_NO_MEMORY = re.compile("(?i)out of memory|t allocate memory|enough memory|bad_alloc|ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

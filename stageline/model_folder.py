@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,26 +35,15 @@ _CODE = ("auto_map", "attn_implementation", "_attn_implementation", "experts_imp
 
 
 def find_folder(path: str | Path, *, option: str = "`model_path`") -> Path:
-    """Return the folder of a model on this machine, or the folder of a file.
-
-    Raises:
-        UserError: nothing is there. Names on a hub are looked up only for options of commands.
-    """
+    """Return the folder of a model on this machine, or the folder of a file."""
     found = Path(path).expanduser()
     if not found.exists():
-        raise UserError(
-            f"{path} in {option} is not a folder of this machine. Check the path, or fetch it "
-            f"first: `hf download {path} --local-dir FOLDER`."
-        )
+        raise UserError(f"{path} in {option} is not a folder of this machine. Check the path.")
     return found.parent if found.is_file() else found
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object in a file of a model folder.
-
-    Raises:
-        CheckpointError: it is missing, is not JSON, or not an object.
-    """
+    """Return a JSON object in a file of a model folder, or raise CheckpointError."""
     try:
         content = json.loads(path.read_bytes())
         why = "" if isinstance(content, dict) else f"it holds a {type(content).__name__}"
@@ -66,30 +55,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_folder(path: str | Path, *, trust_remote_code: bool) -> Path:
-    """Return a folder; refuse broken settings, and code without `trust_remote_code`.
-
-    Raises:
-        UserError: no folder, or its settings name Python code and `trust_remote_code` is off.
-        CheckpointError: a JSON file is broken.
-    """
+    """Return a folder; refuse broken settings, and Python code without `trust_remote_code`."""
     folder = find_folder(path)
     for file in sorted({file for pattern in _SETTINGS for file in folder.glob(pattern)}):
-        code = sorted(set(_code_names(read_json(file))))
+        settings = read_json(file)
+        code = sorted(set(_code_names(settings)))
         if code and not trust_remote_code:
-            cure = (
-                "If you have read it and trust it, give `trust_remote_code`; if transformers has "
-                "this architecture too, take auto_map out of the file."
-            )
-            if read_json(file).get("model_type") == "internvl_chat":
+            cure = "If you have read it and trust it, give `trust_remote_code`."
+            if settings.get("model_type") == "internvl_chat":
                 name = name_of(folder)
                 ready = f"Take {name.repo}-hf, if the hub has it, or convert" if name else "Convert"
-                cure = (
-                    f"{ready} the folder to transformers' InternVLForConditionalGeneration: python "
-                    f"tools/convert_internvl.py {folder} NEW_FOLDER"
-                )
+                cure = f"{ready} the folder: python tools/convert_internvl.py {folder} NEW_FOLDER"
             raise UserError(
-                f"{file} names code of its own in auto_map ({', '.join(code)[:200]}), which is not "
-                f"run unasked. {cure}"
+                f"{file} names code of its own in auto_map ({', '.join(code)[:200]}). {cure}"
             )
     return folder
 
@@ -118,9 +96,7 @@ def check_bulky(folder: Path) -> None:
 def _code_names(value: Any, key: str = "") -> Iterator[str]:
     """Yield the code that settings name, at any depth: sub-configs have their own auto_map."""
     if isinstance(value, dict | list):
-        named: Iterable[tuple[str, Any]] = ((key, one) for one in value)
-        if isinstance(value, dict):
-            named = value.items()
+        named = value.items() if isinstance(value, dict) else [(key, one) for one in value]
         for name, inner in named:
             yield from _code_names(inner, key if key in _CODE else name)
     # "org/name" in place of sdpa is a compiled kernel that transformers would fetch
@@ -133,7 +109,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> "Pretra
 
     Raises:
         UserError: no folder, code that is not allowed, or a model unknown to transformers.
-        CheckpointError: config.json is missing, broken or has wrong values.
+        CheckpointError: config.json is broken or has wrong values.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -147,12 +123,11 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> "Pretra
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:  # wrong values can raise any exception type
-        lines = str(error).strip().splitlines()
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         is_unknown = isinstance(kind, str) and kind not in CONFIG_MAPPING
         raise (UserError if is_unknown else CheckpointError)(
-            f"{file} holds no config that can be read ({type(error).__name__}: "
-            f"{lines[0] if lines else ''}). Correct it, or make a model_type of your own known by "
-            "AutoConfig.register() in the file that you `import`."
+            f"{file} holds no config that can be read ({why}). Correct it, or make a model_type of "
+            "your own known by AutoConfig.register() in the file that you `import`."
         ) from error
 
 
@@ -164,16 +139,12 @@ def has_trusted_code(config: object) -> bool:
 def attention_options(config: "PretrainedConfig", asked: object = None) -> dict[str, Any]:
     """Return the `attn_implementation` to build a model with; empty: transformers selects it.
 
-    transformers 5.17 selects sdpa for Gemma 2, and sdpa ignores the soft cap of attention scores.
+    It selects sdpa for Gemma 2, and sdpa has no soft cap of attention scores.
 
     Raises:
         ValueError: sdpa was requested for such a model.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    has_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    knows_cap = "softcap" in inspect.signature(sdpa_attention_forward).parameters
-    if has_cap and not knows_cap:
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
         if asked == "sdpa":
             raise ValueError("the attention sdpa ignores attn_logit_softcapping")
         asked = asked or "eager"
@@ -187,31 +158,26 @@ def refused_build(
     attn_implementation: str | None = None,
 ) -> UserError:
     """Return transformers' refusal to build a model as a UserError."""
-    import transformers
-
     if isinstance(error, UserError):
         return error
-    text = " ".join(str(error).split())[:300]
-    kind, version = config.model_type, transformers.__version__
+    text, name = " ".join(str(error).split())[:300], auto_class.__name__
     if isinstance(error, ValueError) and "Unrecognized configuration class" in text:
         return UserError(
-            f"transformers' {auto_class.__name__} has no model for {kind}. Choose a `train_model` "
-            "of the model's kind (causal_lm for text, vision_language for pictures), or register "
-            f"its class by {auto_class.__name__}.register() in the file that you `import`."
+            f"transformers' {name} has no model for {config.model_type}. Choose a `train_model` of "
+            f"the model's kind, or register its class by {name}.register() in the file that you "
+            "`import`."
         )
-    what, cure = f"built by transformers {version}", "Correct its config.json"
+    what, cure = "built", "Correct its config.json, or install the packages that it needs"
     if attn_implementation and ("attention" in text.lower() or "flash" in text.lower()):
         what = f"built with the attention {attn_implementation}"
         cure = "Drop `attention` (or `train_model.attn_implementation`), or use `attention` eager"
-    elif isinstance(error, ImportError):
-        what, cure = "built", "Install the packages that it needs"
     elif has_trusted_code(config):
-        what = f"built: the code of its folder does not run with transformers {version}"
         cure = (
-            "Correct the code, for example a list `_tied_weights_keys`, which is a mapping {head: "
-            "embedding} since transformers 5, or install the version that it was written for"
+            "Correct the code of its folder, for example a list `_tied_weights_keys`, which is a "
+            "mapping {head: embedding} since transformers 5"
         )
-    return UserError(f"{kind} cannot be {what} ({type(error).__name__}: {text}). {cure}.")
+    reason = f"{type(error).__name__}: {text}"
+    return UserError(f"{config.model_type} cannot be {what} ({reason}). {cure}.")
 
 
 def is_of_library(model: object) -> bool:
@@ -226,10 +192,7 @@ ModelT = TypeVar("ModelT", bound="PreTrainedModel")
 
 
 def called_alike(model: ModelT) -> ModelT:
-    """Adapt the class of a model that is not in transformers to the call of those that are.
-
-    Its forward may lack arguments, and return logits without a name.
-    """
+    """Adapt a class with a forward that lacks arguments, or that returns logits without a name."""
     from transformers.modeling_outputs import CausalLMOutput
 
     kind: Any = type(model)
@@ -284,14 +247,10 @@ def walk_config(config: "PretrainedConfig") -> Iterator[dict[str, Any]]:
 
 def special_tokens(config: "PretrainedConfig") -> frozenset[int]:
     """Return the ids of all tokens that are not text."""
-    return frozenset(
-        one
-        for told in walk_config(config)
-        for name, value in told.items()
-        if is_token(name)
-        for one in (value if isinstance(value, list) else [value])
-        if isinstance(one, int)
-    )
+    fields = [item for told in walk_config(config) for item in told.items()]
+    found = [value for name, value in fields if is_token(name)]
+    ids = [one for value in found for one in (value if isinstance(value, list) else [value])]
+    return frozenset(one for one in ids if isinstance(one, int))
 
 
 def rope_parameters(text: "PretrainedConfig") -> list[dict[str, Any]]:
@@ -304,11 +263,7 @@ def num_positions(model: "nn.Module | PretrainedConfig") -> int | None:
     """Return how many tokens a row may have at most; None: the model does not say.
 
     A table of learned positions with a padding index is used from behind it on: RoBERTa reads
-    `max_position_embeddings` - `pad_token_id` - 1 tokens. OPT's and BART's tables are larger than
-    `max_position_embeddings` by their offset.
-
-    Args:
-        model: with weights or on meta, or its configuration.
+    `max_position_embeddings` - `pad_token_id` - 1 tokens.
     """
     from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -326,12 +281,9 @@ def num_positions(model: "nn.Module | PretrainedConfig") -> int | None:
                 whole = AutoModelForCausalLM.from_config(config)
         except ValueError:  # this kind has no such class
             return most
-    starts = [
-        table.padding_idx + 1
-        for name, table in whole.named_modules()
-        if isinstance(table, nn.Embedding) and "position" in name and table.padding_idx is not None
-    ]
-    return most - max(starts, default=0)
+    tables = [table for name, table in whole.named_modules() if "position" in name]
+    padding = [one.padding_idx for one in tables if isinstance(one, nn.Embedding)]
+    return most - max((1 + index for index in padding if index is not None), default=0)
 
 
 def short_length(text: "PretrainedConfig") -> int | None:

@@ -1,7 +1,7 @@
 """Record step, operation, stage and micro-batch of a process for failure reports and the watchdog.
 
 The record is replaced as a whole, so that another thread reads it without a lock. A device runs
-behind the main thread, which may wait somewhere else: marks in its queue tell how far it is.
+behind the main thread: marks in its queue (events of torch, say) tell how far it is.
 """
 
 import contextlib
@@ -11,28 +11,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
-
-MOST_MARKS = 4096  # bound of the marks where no watchdog reads them
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Progress:
-    """State of a process at a moment.
+    """State of a process at a moment."""
 
-    Attributes:
-        operation: "forward", "backward", "optimizer", "save", "data", "start" ...
-        step: optimizer steps done; None before the loop.
-        is_waiting: it waits for another rank, and is not the rank that hangs.
-        since: start of the operation, on the clock of `time.monotonic`.
-    """
-
-    operation: str = "start"
-    step: int | None = None
+    operation: str = "start"  # "forward", "backward", "optimizer", "save", "data" ...
+    step: int | None = None  # optimizer steps done; None before the loop
     stage: int | None = None
     micro_batch: int | None = None
-    is_waiting: bool = False
-    since: float = 0.0
+    is_waiting: bool = False  # for another rank, so this is not the rank that hangs
+    since: float = 0.0  # start of the operation, on the clock of `time.monotonic`
 
     def __str__(self) -> str:
         of = "" if self.micro_batch is None else f" of micro-batch {self.micro_batch}"
@@ -40,17 +31,9 @@ class Progress:
         return f"{'waiting for ' if self.is_waiting else ''}{self.operation}{of}{where}"
 
 
-class Mark(Protocol):
-    """A point in the queue of a device, such as an event of torch."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached it."""
-        ...
-
-
 _place = Progress(since=time.monotonic())
 # (operation that begins at a mark, or None at an end; the mark)
-_ahead: deque[tuple[Progress | None, Mark]] = deque(maxlen=MOST_MARKS)
+_ahead: deque[tuple[Progress | None, Any]] = deque(maxlen=4096)  # no watchdog may read them
 _on_device: Progress | None = None
 
 
@@ -60,10 +43,7 @@ def place() -> Progress:
 
 
 def where() -> Progress:
-    """Return the operation of this process, or of its device if behind; for a single caller thread.
-
-    On a device `since` is the time at which that thread first saw the operation.
-    """
+    """Return the operation of this process, or of its device if behind; for one caller thread."""
     global _on_device
     with contextlib.suppress(RuntimeError):  # the device failed, and the main thread will report it
         while _ahead and _ahead[0][1].query():
@@ -92,12 +72,11 @@ def doing(
     stage: int | None = None,
     micro_batch: int | None = None,
     is_waiting: bool = False,
-    mark: Callable[[], Mark] | None = None,
+    mark: Callable[[], Any] | None = None,
 ) -> Iterator[None]:
     """Record an operation of the main thread, and restart the previous one afterwards.
 
-    After an exception the record stays, as the place of the failure. Other threads, such as those
-    that write checkpoints, record nothing.
+    After an exception the record stays, as the place of the failure. Other threads record nothing.
 
     Args:
         mark: sets a mark in the queue of the device that runs the operation.

@@ -29,16 +29,12 @@ def read_log(path: str | Path) -> tuple[list[dict], list[dict]]:
                 records.pop()
             if not is_mark:
                 records.append(record)
-    steps = [record for record in records if not _is_eval(record)]
-    return steps, [record for record in records if _is_eval(record)]
+    steps = [record for record in records if not _order(record)[1]]
+    return steps, [record for record in records if _order(record)[1]]
 
 
 def _order(record: dict) -> tuple[int, bool]:
-    return record["step"], _is_eval(record)  # a step's evaluation comes after the step
-
-
-def _is_eval(record: dict) -> bool:
-    return record.get("kind") == "eval"
+    return record["step"], record.get("kind") == "eval"  # it comes after the step
 
 
 def cut_torn_line(path: Path) -> None:
@@ -51,13 +47,8 @@ def cut_torn_line(path: Path) -> None:
 def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures for JSON: inf and nan become null.
 
-    What they were stands in `non_finite`, {name: "nan" | "inf" | "-inf"}, which is there only
-    then.
+    `non_finite` has what they were: {name: "nan" | "inf" | "-inf"}.
     """
-    bad = {
-        name: str(value)
-        for name, value in figures.items()
-        if isinstance(value, float) and not math.isfinite(value)
-    }
-    kept = {name: None if name in bad else value for name, value in figures.items()}
-    return {**kept, "non_finite": bad} if bad else kept
+    floats = {name: value for name, value in figures.items() if isinstance(value, float)}
+    bad = {name: str(value) for name, value in floats.items() if not math.isfinite(value)}
+    return {**figures, **dict.fromkeys(bad), "non_finite": bad} if bad else dict(figures)

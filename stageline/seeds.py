@@ -11,26 +11,19 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy
+import torch
 
 _MASK = 2**64 - 1
 
 
 def derive_seed(seed: int, *names: int | str) -> int:
-    """Return a seed for one purpose: `derive_seed(seed, "order", epoch)`.
-
-    Returns:
-        0 <= seed < 2**63, the same on every machine; unrelated for different names.
-    """
+    """Return a seed below 2**63 for one purpose: `derive_seed(seed, "order", epoch)`."""
     text = "\x1f".join(f"{type(name).__name__}:{name}" for name in (seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def mix_seed(base: int, index: int) -> int:
-    """Return output `index` of a SplitMix64 from `base`: six times as fast as `derive_seed`.
-
-    Returns:
-        0 <= seed < 2**63. torch's host generator takes only its lower 32 bits, mixed, too.
-    """
+    """Return output `index` of a SplitMix64 from `base`: six times as fast as `derive_seed`."""
     value = (base + (index + 1) * 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -39,16 +32,12 @@ def mix_seed(base: int, index: int) -> int:
 
 def seed_everything(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch, on every device."""
-    import torch  # late, here and below: seeds of datasets need no torch
-
     seed_host(seed)
     torch.manual_seed(seed)
 
 
 def seed_host(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch that draw on the host."""
-    import torch
-
     random.seed(seed)
     numpy.random.seed(seed % 2**32)  # NumPy's global generator takes 32 bits
     # not torch.manual_seed: it goes through all backends, which takes 80 times as long
@@ -59,8 +48,6 @@ class HostState:
     """The generators that `seed_host` seeds, as they are now."""
 
     def __init__(self) -> None:
-        import torch
-
         self._python = random.getstate()
         # a dict only where it is asked for
         self._numpy = cast(tuple[Any, ...], numpy.random.get_state())
@@ -68,16 +55,12 @@ class HostState:
 
     def put_back(self) -> None:
         """Restore the generators to the recorded state."""
-        import torch
-
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
 
     def is_current(self) -> bool:
         """Return whether nothing was drawn since then."""
-        import torch
-
         now = HostState()
         return (
             now._python == self._python

@@ -15,13 +15,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Stage(nn.Module):
-    """Contract of a stage model; `StageModel` documents and fulfils it.
-
-    What answering asks stands last; a decoder of text needs none of it of its own.
-
-    Attributes:
-        only_answers: nothing trains any more.
-    """
+    """Contract of a stage model; `StageModel` documents and fulfils it."""
 
     config: PretrainedConfig
     whole: PreTrainedModel | None
@@ -37,7 +31,7 @@ class Stage(nn.Module):
     cast_note: str | None
     token_ids: tuple[int, ...]
     carried: frozenset[str]
-    only_answers = False
+    only_answers = False  # nothing trains any more
 
     if TYPE_CHECKING:  # each stage model defines these
 
@@ -61,19 +55,12 @@ class Stage(nn.Module):
 
     @property
     def can_decode(self) -> bool:
-        """Return whether the forward hands `past_key_values` and `position_ids` to the layers.
-
-        Without it each token of an answer reads its whole row again. A class may set it to True.
-        """
+        """Return whether the forward hands `past_key_values` and `position_ids` to the layers."""
         return False
 
     @property
     def reads_in_pieces(self) -> bool:
-        """Return whether a prompt of text can be read in several passes, each on the cache so far.
-
-        It can only where that equals one pass: masks and positions of a piece follow from the
-        number of tokens before it, and only keys and values are kept.
-        """
+        """Return whether a prompt read in several passes, each on the cache so far, equals one."""
         return False
 
     def num_cache_layers(self) -> int:
@@ -83,10 +70,9 @@ class Stage(nn.Module):
 
     @property
     def short_length(self) -> int | None:
-        """Return the longest row, in tokens, with the short rotary frequencies; None: one set.
+        """Return the longest row, in tokens, with LongRoPE's short frequencies; None: one set.
 
-        LongRoPE chooses by the longest row of a pass: rows of both kinds must not share a pass, and
-        keys of one kind are useless to the other.
+        The longest row of a pass decides, so rows of both kinds must not share a pass.
         """
         return None
 
@@ -95,11 +81,7 @@ class Stage(nn.Module):
         self.only_answers = True
 
     def decode_positions(self, batch: Batch) -> torch.Tensor:
-        """Return the positions of the tokens of left-padded prompts.
-
-        Returns:
-            [B, T], or [axes, B, T]; the token after a prompt has the largest one plus 1.
-        """
+        """Return the positions of left-padded prompts, [B, T] or [axes, B, T]."""
         return (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
 
     def fixed_layers(self) -> frozenset[int]:
@@ -111,12 +93,7 @@ class Stage(nn.Module):
         return {}
 
     def decode_inputs(self, kept: Sequence[Batch], num_columns: int) -> Batch:
-        """Return the arguments that the forward of one step takes for them.
-
-        Args:
-            kept: the part of `kept_inputs` of each row of the group.
-            num_columns: columns of the group's cache, including the step's own.
-        """
+        """Return the arguments of a step for each row's `kept_inputs` and the columns so far."""
         return {}
 
     def fixed_cells(self, batch: Mapping[str, torch.Tensor]) -> int:

@@ -8,11 +8,10 @@ Rows = Sequence[Sequence[str]]
 
 
 def format_table(rows: Rows, *, num_texts: int = 1, rules: Sequence[int] = ()) -> str:
-    """Return aligned columns: texts on the left, the numbers after them on the right.
+    """Return aligned columns: `num_texts` texts on the left, the numbers after them on the right.
 
     Args:
         rows: the first one is the header.
-        num_texts: columns of texts.
         rules: rows above which a line is drawn.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -29,15 +28,9 @@ def format_table(rows: Rows, *, num_texts: int = 1, rules: Sequence[int] = ()) -
 def markdown_table(rows: Rows, *, num_texts: int = 1) -> str:
     """Return the same table in Markdown; cells may contain any text."""
     rule = ["---"] * num_texts + ["--:"] * (len(rows[0]) - num_texts)
-    cells = [[_markdown_cell(cell) for cell in row] for row in rows]
-    lines = [cells[0], rule, *cells[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _markdown_cell(text: str) -> str:
-    for mark, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|")):
-        text = text.replace(mark, written)
-    return "<br>".join(text.splitlines())
+    marks = str.maketrans({"&": "&amp;", "<": "&lt;", "|": "\\|"})
+    cells = [["<br>".join(cell.translate(marks).splitlines()) for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [cells[0], rule, *cells[1:]])
 
 
 def natural_key(name: str) -> list[tuple[float, str]]:
@@ -51,16 +44,13 @@ def natural_key(name: str) -> list[tuple[float, str]]:
 
 def human_bytes(count: float) -> str:
     """1536 -> "1.5 KiB"."""
-    return _with_unit(count, base=1024, units=("B", "KiB", "MiB", "GiB", "TiB"))
+    return human_count(count, base=1024, units=("B", "KiB", "MiB", "GiB", "TiB"))
 
 
-def human_count(count: float) -> str:
-    """134_515_008 -> "134.5 M"."""
-    return _with_unit(count, base=1000, units=("", "K", "M", "B", "T"))
-
-
-def _with_unit(count: float, *, base: int, units: Sequence[str]) -> str:
-    """Return one decimal; a number that rounds up to `base` takes the next unit."""
+def human_count(
+    count: float, *, base: int = 1000, units: Sequence[str] = ("", "K", "M", "B", "T")
+) -> str:
+    """134_515_008 -> "134.5 M"; a number that rounds up to `base` takes the next unit."""
     unit = 0
     while unit + 1 < len(units) and round(count, 1 if unit else 0) >= base:
         count /= base
@@ -72,13 +62,6 @@ def human_memory(peaks: Sequence[int]) -> str:
     """Return bytes of each stage in one short text: "605/507 MiB"; the largest gives the unit."""
     if not peaks:
         return "?"
-    unit, name = next(
-        (
-            (1024**power, name)
-            for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB"))
-            if max(peaks) >= 1024**power
-        ),
-        (1024, "KiB"),
-    )
-    digits = 1 if unit >= 1024**3 else 0
-    return "/".join(f"{peak / unit:.{digits}f}" for peak in peaks) + f" {name}"
+    power = min(4, max(1, (max(peaks).bit_length() - 1) // 10))
+    numbers = "/".join(f"{peak / 1024**power:.{int(power > 2)}f}" for peak in peaks)
+    return f"{numbers} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"

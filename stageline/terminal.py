@@ -50,11 +50,7 @@ class Terminal:
         self._write(lines)
 
     def say(self, text: str, *, is_detail: bool = False) -> None:
-        """Print a text, on the process that reports.
-
-        Args:
-            is_detail: only for the file.
-        """
+        """Print a text, on the process that reports; a detail is only for the file."""
         if not is_first():
             return
         now = time.strftime("%H:%M:%S")
@@ -80,35 +76,22 @@ class Terminal:
 terminal = Terminal()
 
 
-class _Beside:
+class _WholeLines:
     """A stream of a terminal whose whole lines appear above the bar, not in it."""
 
     def __init__(self, stream: Any, bar: Any | None) -> None:
-        self.stream, self.bar = stream, bar
-        self._text = ""
+        self.stream, self._bar, self._text = stream, bar, ""
 
     def write(self, text: str) -> int:
         whole, end, self._text = (self._text + text).rpartition("\n")
-        if end:
-            self._show(whole + end)
+        if end and self._bar is None:
+            self.stream.write(CLEARED + whole + end)
+            self.stream.flush()
+        elif end:
+            with self._bar.external_write_mode(self._bar.fp):
+                self.stream.write(whole + end)
+                self.stream.flush()
         return len(text)
-
-    def finish(self) -> None:
-        """Write a line that was not ended."""
-        if self._text:
-            self.stream.write(self._text)
-        self.stream.flush()
-
-    def _show(self, lines: str) -> None:
-        if self.bar is None:
-            self.stream.write(CLEARED + lines)
-            self.stream.flush()
-            return
-        with self.bar.get_lock():
-            self.bar.clear(nolock=True)
-            self.stream.write(lines)
-            self.stream.flush()
-            self.bar.refresh(nolock=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -122,18 +105,18 @@ def beside_bar(bar: Any | None) -> Iterator[None]:
         bar: of tqdm; None: it is another process's, on the same terminal.
     """
     streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
-    beside = {name: _Beside(one, bar) for name, one in streams.items() if one.isatty()}
-    for name, one in beside.items():
-        setattr(sys, name, one)
-        _move_handlers(one.stream, one)
+    changed = [(name, one, _WholeLines(one, bar)) for name, one in streams.items() if one.isatty()]
+    for name, stream, lines in changed:
+        setattr(sys, name, lines)
+        _move_handlers(stream, lines)
     try:
         yield
     finally:
-        for name, one in beside.items():
-            one.finish()
-            _move_handlers(one, one.stream)
-            if getattr(sys, name) is one:
-                setattr(sys, name, one.stream)
+        for name, stream, lines in changed:
+            stream.write(lines._text)  # a line that was not ended
+            _move_handlers(lines, stream)
+            if getattr(sys, name) is lines:
+                setattr(sys, name, stream)
 
 
 def _move_handlers(stream: Any, other: Any) -> None:

@@ -8,7 +8,6 @@ import numpy
 from PIL import Image
 
 from stageline.data.rows.readers import check_split
-from stageline.errors import UserError
 
 QUESTIONS = (
     "Which digit is this?",
@@ -22,8 +21,7 @@ NUM_TEST = 360
 class Digits:
     """Handwritten digits, 8x8 pixels enlarged; 1,437 to train, 360 held out.
 
-    The split is fixed and keeps the share of each digit. The wording of the question follows from
-    the row, so it is the same in each epoch.
+    The split is fixed and keeps the share of each digit.
 
     Args:
         dataset_path: not used; the images come with scikit-learn.
@@ -49,14 +47,9 @@ class Digits:
         row = int(self.rows[index])
         small = Image.fromarray(self._pixels[row]).convert("RGB")
         size = (self._image_size, self._image_size)
-        digit = str(self._labels[row])
-        sample = {
-            "id": f"digits-{row}",
-            "question": QUESTIONS[row % len(QUESTIONS)],
-            "answer": digit,
-            "group": digit,
-            "num_choices": 10,
-        }
+        question, digit = QUESTIONS[row % len(QUESTIONS)], str(self._labels[row])
+        sample = {"id": f"digits-{row}", "question": question, "answer": digit}
+        sample |= {"group": digit, "num_choices": 10}
         return [small.resize(size, Image.Resampling.BICUBIC)], sample
 
     def describe(self, index: int) -> str:
@@ -72,27 +65,15 @@ class Digits:
 
 @lru_cache(maxsize=1)
 def _load() -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-    """Return pixels [1797, 8, 8] as bytes, labels [1797], and the rows of both splits."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise UserError(
-            "`dataset` digits needs scikit-learn, which holds the images: pip install scikit-learn."
-        ) from error
-    digits = load_digits()
-    pixels = (digits.images * (255 / 16)).round().astype(numpy.uint8)
-    test = _draw_test(digits.target)
-    train = numpy.setdiff1d(numpy.arange(len(pixels)), test)
-    return pixels, digits.target, train, test
+    """Return pixels [1797, 8, 8] as bytes, labels [1797], and the rows of both splits.
 
-
-def _draw_test(labels: numpy.ndarray) -> numpy.ndarray:
-    """Return the sorted test rows: a share of each digit, drawn by a hash of the row's number.
-
-    Written out, so that the split is the same with every version of every library.
+    A hash of the row's number draws the test rows of each digit: equal in every library version.
     """
-    counts = numpy.bincount(labels)
-    shares = counts * NUM_TEST / len(labels)
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    pixels, labels = (digits.images * (255 / 16)).round().astype(numpy.uint8), digits.target
+    shares = numpy.bincount(labels) * NUM_TEST / len(labels)
     wanted = numpy.floor(shares).astype(int)
     largest_remainders = numpy.argsort(wanted - shares, kind="stable")
     wanted[largest_remainders[: NUM_TEST - wanted.sum()]] += 1
@@ -100,4 +81,5 @@ def _draw_test(labels: numpy.ndarray) -> numpy.ndarray:
     for digit, number in enumerate(wanted):
         rows = numpy.flatnonzero(labels == digit).tolist()
         chosen += sorted(rows, key=lambda row: sha256(f"digits {row}".encode()).digest())[:number]
-    return numpy.sort(numpy.array(chosen))
+    test = numpy.sort(numpy.array(chosen))
+    return pixels, labels, numpy.setdiff1d(numpy.arange(len(pixels)), test), test

@@ -1,8 +1,4 @@
-"""Score one answer, for the built-in rewards. Plain texts and numbers.
-
-No text is executed: numbers are matched by a pattern and kept as fractions. A pattern of the user
-has a time limit, since its search in a long answer could take hours.
-"""
+"""Score one answer, for the built-in rewards. Plain texts and numbers; no text is executed."""
 
 import json
 import re
@@ -28,7 +24,7 @@ _NUMBER = re.compile(
     re.I,
 )
 _OUT_OF_TEN = re.compile(r"\s*(?:/|out of)\s*10\b", re.I)
-PATTERN_SECONDS = 0.2  # timeout for one answer, in seconds
+PATTERN_SECONDS = 0.2  # timeout of a pattern: its search in a long answer could take hours
 
 
 def _name(sample: Sample) -> object:
@@ -42,11 +38,7 @@ def said(completion: str) -> str:
 
 
 def references(sample: Sample) -> list[str]:
-    """Return the right answers; for messages, the last turn if it is the assistant's.
-
-    Raises:
-        DataError: the row has none.
-    """
+    """Return the right answers; for messages, the last turn if it is the assistant's."""
     told, messages = sample.get("answers") or sample.get("answer"), sample.get("messages")
     if told is None and messages and messages[-1].get("role") == "assistant":
         told = messages[-1].get("content")
@@ -54,14 +46,13 @@ def references(sample: Sample) -> list[str]:
             told = "".join(part.get("text", "") for part in told)
         told = told or None
     told = told if isinstance(told, list | tuple) else [] if isinstance(told, dict) else [told]
-    found = [one for one in told if one is not None]
+    found = [str(one) for one in told if one is not None]
     if not found:
         raise DataError(
             f"sample {_name(sample)} has neither `answer` nor a list of `answers`, nor messages "
-            "that end with the assistant's. Add the field, or choose a metric, or rewards (format, "
-            "length), that need none."
+            "that end with the assistant's. Add the field, or choose metrics that need none."
         )
-    return [str(one) for one in found]
+    return found
 
 
 def is_answer(completion: str, sample: Sample) -> bool:
@@ -89,10 +80,8 @@ def is_near(completion: str, sample: Sample, *, tolerance: float, is_relative: b
     for reference in references(sample):
         right = number_in(reference)
         if right is None:
-            raise DataError(
-                f"sample {_name(sample)}: the answer {reference!r} holds no number to compare "
-                "with. Correct the row, or use another reward."
-            )
+            name = _name(sample)
+            raise DataError(f"sample {name}: the answer {reference!r} has no number. Correct it.")
         most = Fraction(tolerance) * (abs(right) if is_relative else 1)
         if abs(value - right) <= most:
             return True
@@ -112,16 +101,10 @@ def right_choice(sample: Sample, *, read: Callable[..., int | None] = parse_choi
 
     Args:
         read: text, choices -> the place of the choice that the text names.
-
-    Raises:
-        DataError: there is none.
     """
     choices = list(map(str, sample.get("choices") or ()))
     if not choices:
-        raise DataError(
-            f"sample {_name(sample)} has no list of `choices`. Add the field, or choose a metric, "
-            "or rewards, that need none."
-        )
+        raise DataError(f"sample {_name(sample)} has no list of `choices`. Add the field.")
     right: Any = sample.get("answer_index")
     answer = (sample.get("answers") or [sample.get("answer")])[0]
     if right is None and answer is not None:
@@ -132,23 +115,17 @@ def right_choice(sample: Sample, *, read: Callable[..., int | None] = parse_choi
     if not place.isdecimal() or int(place) >= len(choices):
         raise DataError(
             f"sample {_name(sample)}: the answer {answer!r} (place {right!r}) is not one of "
-            f"the choices {choices!r}. Correct the row, or give its place as `answer_index`, "
-            "counted from 0."
+            f"the choices {choices!r}. Give its place as `answer_index`, counted from 0."
         )
     return int(place)
 
 
 def has_tags(completion: str, tags: Sequence[str]) -> bool:
     """Return whether an answer has exactly these tags, once each, in order, and no other text."""
-    rest = completion.strip()
-    for tag in tags:
-        start, end = f"<{tag}>", f"</{tag}>"
-        if completion.count(start) != 1 or completion.count(end) != 1:
-            return False
-        head, _, rest = rest.partition(end)
-        if not head.strip().startswith(start):
-            return False
-    return not rest.strip()
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    form = r"\s*".join(f"<{tag}>.*</{tag}>" for tag in map(re.escape, tags))
+    is_once = all(completion.count(mark) == 1 for mark in marks)
+    return is_once and re.fullmatch(form, completion.strip(), re.S) is not None
 
 
 def fits(completion: str, pattern: str) -> bool | None:
@@ -159,8 +136,7 @@ def fits(completion: str, pattern: str) -> bool | None:
         return None
     except regex.error as error:
         raise UserError(
-            f"`reward` format: the pattern {pattern!r} is not a regular expression ({error}). "
-            "Correct it."
+            f"`reward` format: {pattern!r} is not a regular expression ({error}). Correct it."
         ) from error
 
 
@@ -170,44 +146,40 @@ def length_reward(num_tokens: int, *, longest: int, margin: int) -> float:
     return 0.0 if over <= 0 else -1.0 if margin == 0 else max(-1.0, -over / margin)
 
 
-def side_by_side(
-    function: Callable[..., Any], *columns: Sequence[Any], most: int = 16
-) -> list[Any]:
-    """Call a function for each row, `most` of them at a time; raises what one of them raises."""
-    pool = ThreadPoolExecutor(most)
-    try:
-        return list(pool.map(function, *columns))
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
 def judged(
     url: str,
     model: str,
     key: str | None,
-    prompt: str,
-    completion: str,
-    reference: str,
+    *rows: Sequence[str],
     seconds: float,
-) -> float | None:
-    """Return the score of a judge behind an OpenAI-style API, from 0 to 1; None: no number."""
-    question = (
-        "Rate the answer from 0 (wrong) to 10 (right and complete). Say the number alone.\n\n"
-        f"Question:\n{prompt}\n\nRight answer:\n{reference}\n\nAnswer:\n{completion}"
-    )
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": question}],
-        "temperature": 0,
-        "max_tokens": 16,
-    }
+    most: int = 16,
+) -> list[float | None]:
+    """Return the scores of a judge behind an OpenAI-style API, from 0 to 1; None: no number.
+
+    Args:
+        rows: prompts, completions and right answers.
+        most: requests at a time.
+    """
     headers = {"Content-Type": "application/json"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(
-        url.rstrip("/") + "/chat/completions", json.dumps(body).encode(), headers
-    )
-    with urllib.request.urlopen(request, timeout=seconds) as reply:
-        text = json.load(reply)["choices"][0]["message"]["content"]
-    value = number_in(_OUT_OF_TEN.sub("", str(text)))  # a judge may still write "8/10"
-    return None if value is None else min(max(float(value), 0.0), 10.0) / 10
+
+    def ask(prompt: str, completion: str, reference: str) -> float | None:
+        question = (
+            "Rate the answer from 0 (wrong) to 10 (right and complete). Say the number alone.\n\n"
+            f"Question:\n{prompt}\n\nRight answer:\n{reference}\n\nAnswer:\n{completion}"
+        )
+        messages = [{"role": "user", "content": question}]
+        body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 16}
+        address = url.rstrip("/") + "/chat/completions"
+        request = urllib.request.Request(address, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=seconds) as reply:
+            text = json.load(reply)["choices"][0]["message"]["content"]
+        value = number_in(_OUT_OF_TEN.sub("", str(text)))  # a judge may still write "8/10"
+        return None if value is None else min(max(float(value), 0.0), 10.0) / 10
+
+    pool = ThreadPoolExecutor(most)
+    try:
+        return list(pool.map(ask, *rows))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
