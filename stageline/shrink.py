@@ -17,6 +17,8 @@ from transformers import PretrainedConfig
 from stageline.errors import UserError
 from stageline.model_folder import is_token, parts_of, special_tokens, walk_config
 
+FieldValues = dict[str, Any]
+
 
 def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedConfig:
     """Return a copy of `config` that a CPU runs in milliseconds.
@@ -37,11 +39,10 @@ def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedCon
         _except(config.model_type, small, sizes)
         return type(config).from_dict(small)
     except Exception as error:  # the checks of some hundred classes raise any type
+        why = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"{config.model_type} could not be cut down to {num_layers} layers: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}. Fields of its configuration "
-            "belong together in a way that no rule by name knows: add the family to "
-            "stageline/shrink.py."
+            f"{config.model_type} could not be cut down to {num_layers} layers ({why}). Add the "
+            "family to stageline/shrink.py."
         ) from error
 
 
@@ -51,14 +52,14 @@ def layer_period(config: PretrainedConfig) -> int:
 
 
 DEPTHS = (
-    *("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers"),
-    *("num_layers", "layers", "num_blocks", "depth", "encoder_layers", "num_encoder_layers"),
-)
+    "decoder_layers num_decoder_layers num_hidden_layers n_layer n_layers num_layers layers "
+    "num_blocks depth encoder_layers num_encoder_layers"
+).split()
 # lists of the indices of some layers
 INDICES = (
-    *("attn_layer_indices", "cross_attention_layers", "full_attn_idxs", "hybrid_layer_ids"),
-    *("mlp_only_layers", "moe_layers", "ple_layer_ids", "local_layer_ids", "rope_scaling_layers"),
-)
+    "attn_layer_indices cross_attention_layers full_attn_idxs hybrid_layer_ids mlp_only_layers "
+    "moe_layers ple_layer_ids local_layer_ids rope_scaling_layers"
+).split()
 # every n-th layer is another: (interval, where it begins)
 INTERVALS = (
     *(("attn_layer_period", "attn_layer_offset"), ("expert_layer_period", "expert_layer_offset")),
@@ -66,8 +67,7 @@ INTERVALS = (
     ("n_layers_per_attn_res_block", None),
 )
 LISTED = ("attn_layer_period", "layer_group_size")  # redundant where there is a list of kinds
-# entry of a layer: the layer whose keys and values it uses
-SOURCES = ("kv_source_layers",)
+SOURCES = ("kv_source_layers",)  # entry of a layer: the layer whose keys and values it uses
 # numbers of first layers that are dense, in models without a list of kinds
 PREFIXES = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 MOST = 4  # most layers of an interval in a copy
@@ -85,11 +85,6 @@ class LayerKinds:
 
     Args:
         told: its fields, as `to_dict` gives them.
-
-    Attributes:
-        depth: the number of layers.
-        firsts: of each kind the first layer, in rising order.
-        last: of them, the one of the last layer's kind.
     """
 
     def __init__(self, told: Mapping[str, Any]) -> None:
@@ -103,7 +98,7 @@ class LayerKinds:
         kinds: dict[str, int] = {}
         for index in range(self.depth):
             kinds.setdefault(self._kind(index), index)
-        self.firsts = list(kinds.values())
+        self.firsts = list(kinds.values())  # the first layer of each kind, in rising order
         self.last = kinds[self._kind(self.depth - 1)] if self.depth else 0
 
     @property
@@ -116,13 +111,13 @@ class LayerKinds:
         before = any(self.told.get(name) for name in PREFIXES) and len(self.firsts) == 1
         return math.lcm(max(len(self.firsts), 1 + before), *patterns, *steps)
 
-    def fewer(self, num_layers: int) -> dict[str, Any]:
+    def fewer(self, num_layers: int) -> FieldValues:
         """Return the fields with the kinds of layers, for a copy of `num_layers`."""
         # each layer copies one of the original; the last one copies the last
         models = [self.firsts[index % len(self.firsts)] for index in range(num_layers)]
         if num_layers > len(self.firsts):
             models[-1] = self.last
-        fields: dict[str, Any] = {}
+        fields: FieldValues = {}
         for name in self.lists:
             entries = [self.told[name][model] for model in models]
             fields[name] = "".join(entries) if isinstance(self.told[name], str) else entries
@@ -141,14 +136,13 @@ class LayerKinds:
                 fields[name] = _interval(self.told[name])
                 if offset:
                     fields[offset] = self.told[offset] % fields[name]
-        fields |= {name: min(self.told[name], 1) for name in PREFIXES if self.told.get(name)}
-        return fields
+        return fields | {name: min(self.told[name], 1) for name in PREFIXES if self.told.get(name)}
 
     def _is_list(self, name: str, value: object) -> bool:
-        if name in (*INDICES, *SOURCES) or not isinstance(value, list | str):
-            return False
         if isinstance(value, str):
             return name.endswith("pattern") and len(value) == self.depth > 0
+        if name in (*INDICES, *SOURCES) or not isinstance(value, list):
+            return False
         return len(value) == self.depth > 1 and not name.endswith(("token_ids", "token_id"))
 
     def _kind(self, index: int) -> str:
@@ -167,58 +161,15 @@ def _interval(step: object) -> int:
     return step
 
 
-FieldValues = dict[str, Any]
 NUM_HEADS = 4
 HEAD_DIM = 8  # more where partial or three-axis rotary positions need it
 VOCABULARY = 128
-MAX_POSITIONS = 128
 TOWER_DEPTH = 4
 PATCH, GRID = 4, 4  # pixels of a patch, patches of a row of a picture
 TOWER_INDICES = (  # fields with indices of blocks
-    *("deepstack_visual_indexes", "fullatt_block_indexes", "global_attn_indexes"),
-    *("intermediate_layers_indices", "out_indices", "vision_feature_layer"),
-)
-# the rules that need no other field: pattern -> the number of a copy
-AT_MOST = {
-    r".*(vocab_size|codebook_size|num_embeddings|hash_byte_group_vocab)": 64,
-    r"(n_ctx|max_(source|target)_positions|seq_len|max_2d_position_embeddings)": 128,
-    r"(mamba_n_heads|mamba_num_heads|n_mamba_heads)": 8,
-    r"base_channels": 32,
-    r"(laurel_rank|time_step_rank|mamba_dt_rank|adapter_rank|gated_norm_rank|hc_lowrank)": 4,
-    # experts
-    r"(num_(local_)?|n_routed_|moe_num_)experts|zero_expert_num": 4,
-    r"num_experts_per_tok(en)?|moe_k|moe_topk|moe_top_k|top_k_experts|.*shared_experts": 2,
-    r"n_group|num_expert_group|n_groups|mamba_n_?groups|o_groups": 2,
-    # states, windows
-    r"(mamba_d_state|ssm_state_size|state_size|mamba_chunk_size|chunk_size)": 8,
-    r"attention_chunk_size|keep_window_size|block_size|floor_scale": 8,
-    r"index_(topk|block_size|kpool)": 4,
-    r"index_topk_blocks": 2,
-    r"block_multiple_of": 8,
-    # towers
-    r"mm_tokens_per_image|num_query_tokens|.*n(um)?_latents|latent_query_num": 4,
-    r"resampler_depth|num_global_layers": 2,
-}
-EXACTLY = {
-    r"(decoder_)?vocab_size(_per_layer_input)?": VOCABULARY,
-    r".*attention_heads_per_layer": NUM_HEADS,
-    r"rotary_dim|d_rel": 4,
-    r"(q|kv|o)_lora_rank": 16,
-    r"(.*_)?image_size|max_img_size|crop_size|resolution": PATCH * GRID,
-    r"patch_size": PATCH,
-    r"num_position_embeddings|num_patches": GRID * GRID,
-    r"pos_emb_(height|width)|posemb_grid_size": GRID,
-    r"vision_soft_tokens_per_image": GRID * GRID,
-}
-WIDTHS = {  # times the width of the copy
-    r"hidden_size_per_layer_input": 0.25,
-    r"output_proj_dims|hidden_sizes|output_channels|downsample_channels": 1,
-    r"(.*_)?(hidden_size(_global)?|hidden_dim|d_model|n_embd|dim_model|lru_width)": 1,
-    r"(.*_)?(output|input|projection|adapter_in|adapter_out|emb|embed|embedding)_(dim|size)": 1,
-    r"(shared_|moe_|expert_|share_).*(intermediate_size|ffn_hidden_size|expert_dim)": 0.5,
-    r"alignment_intermediate_size|merged_hidden_size": 2,
-    r"n_inner|d_ff|dff|dim_ff|d_inner|mlp_dim|block_ff_dim|feed_forward_size": 2,
-}
+    "deepstack_visual_indexes fullatt_block_indexes global_attn_indexes "
+    "intermediate_layers_indices out_indices vision_feature_layer"
+).split()
 
 
 @dataclass(frozen=True)
@@ -237,86 +188,100 @@ class Sizes:
 def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
     """Return the number of a copy for `value`, by the names of its field and of the others."""
 
-    def named(pattern: str) -> bool:
-        return re.fullmatch(pattern, name) is not None
+    def first(*names: str) -> int | None:
+        """Return the first of these fields that is a number other than 0."""
+        return next((told[one] for one in names if type(told.get(one)) is int and told[one]), None)
 
-    width, hidden_size = sizes.width, told.get("hidden_size")
+    width, hidden = sizes.width, first("hidden_size") or 0
     is_mamba_2 = "state_size" in told and "num_heads" in told
     mamba_head = round((told.get("mamba_expand") or told.get("expand") or 2) * width) // 8
+    # rotary positions cost nothing, and their scaling compares the number with another
+    is_rotary = told.get("rope_parameters") is not None or told.get("rope_scaling") is not None
+    positions = value if is_rotary else min(value, 128)
+    # keys have one head, as many as there are queries, or between
+    queries = ["num_attention_heads", "n_heads", "n_head", "num_heads"]
+    if "linear_num_value_heads" in told:
+        is_full = value == told.get("num_key_value_heads")
+        queries = [*(queries if is_full else ()), "linear_num_value_heads"]
+    is_alike = any(type(told.get(one)) is int and told[one] == value for one in queries)
+    key_heads = 1 if value == 1 else NUM_HEADS if is_alike else 2
+    heads_width = value * (first("num_attention_heads") or NUM_HEADS) or 1
+    times = max(1, round(heads_width / (hidden or heads_width)))
+    attention_times = max(1, round(value / (hidden or first("d_model") or value or 1)))
     # latent attention: the rotated part of a head has `HEAD_DIM` numbers
-    latent = told.get("qk_rope_head_dim") or told.get("qk_nope_head_dim") or value
-    latent_head = round(value * HEAD_DIM / latent) if latent else 0
-    if named(r"unpadded_vocab_size"):
-        return VOCABULARY - 8 if value < (told.get("vocab_size") or value) else VOCABULARY
-    if named(r"(max_position_embeddings|n_positions|max_seq_len|context_length)"):
-        # rotary positions cost nothing, and their scaling compares the number with another
-        is_rotary = told.get("rope_parameters") is not None or told.get("rope_scaling") is not None
-        return value if is_rotary else min(value, MAX_POSITIONS)
-    # heads
-    if named(r"mamba_d_head|mamba_head_?dim"):
-        return mamba_head
-    if named(r".*(key_value_heads|kv_heads|kv_n_heads|num_key_heads|num_query_groups)"):
-        # one, as many as there are queries, or between
-        queries = ["num_attention_heads", "n_heads", "n_head", "num_heads"]
-        if "linear_num_value_heads" in told:
-            is_full = value == told.get("num_key_value_heads")
-            queries = [*(queries if is_full else ()), "linear_num_value_heads"]
-        alike = any(type(told.get(one)) is int and told[one] == value for one in queries)
-        return 1 if value == 1 else NUM_HEADS if alike else 2
-    is_mamba = named(r"mamba_n_heads|mamba_num_heads|n_mamba_heads")
-    if named(r"(.*_)?(attention_heads|num_heads|n_heads?|heads)") and not is_mamba:
-        return 8 if is_mamba_2 else NUM_HEADS
-    if named(r"attention_head_dim"):
-        heads = told.get("num_attention_heads") or NUM_HEADS
-        times = value * heads / (hidden_size or value * heads)
-        return width * max(1, round(times)) // NUM_HEADS
-    if named(r"qk_(rope_|nope_)?head_dim"):
-        return latent_head
-    if named(r"index(er)?_head_dim"):
-        return 2 * sizes.head_dim
-    if named(r"(.*_)?head_dim|kv_channels|attention_head_size|d_head|d_kv|dim_head"):
-        if is_mamba_2:
-            return mamba_head
-        return latent_head if "kv_lora_rank" in told else sizes.head_dim
-    # widths
-    if named(r"word_embed_proj_dim"):  # OPT: as wide as the model, or narrower with a projection
-        return width if value == hidden_size else width // 2
-    if named(r"attention_hidden_size"):
-        return width * max(1, round(value / (hidden_size or told.get("d_model") or value)))
-    if named(r"mamba_d_ssm"):
-        return 8 * mamba_head
-    if named(r"vision_output_dim"):  # its own, and of each block whose states are handed out
-        blocks = told.get("intermediate_layers_indices") or ()
-        return width * (1 + min(len(blocks), TOWER_DEPTH - 1))
-    # experts
-    if named(r"topk_group"):  # number of selected groups: fewer than all, if the original has fewer
-        total = told.get("n_group") or told.get("num_expert_group") or value
-        return min(total, 2) if value >= total else 1
-    # layers
-    if named(r"num_kv_shared_layers"):  # the last ones; before them comes one of every kind
+    latent = first("qk_rope_head_dim", "qk_nope_head_dim") or value or 1
+    latent_head = round(value * HEAD_DIM / latent)
+    head_dim = latent_head if "kv_lora_rank" in told else sizes.head_dim
+    head_dim = mamba_head if is_mamba_2 else head_dim
+    groups = first("n_group", "num_expert_group") or value
+    blocks = told.get("intermediate_layers_indices")  # whose states are handed out
+    num_blocks = len(blocks) if isinstance(blocks, list) else 0
+    window = min(value, 6)  # tokens; of a tower pixels
+    if "patch_size" in told:
+        window = 2 * PATCH * (first("spatial_merge_size") or 0) or 2
+    shared = 0  # last layers that use the keys of others; before them comes one of every kind
+    if name == "num_kv_shared_layers" and value:
         kinds = LayerKinds(told)
         shared = round(sizes.num_layers * value / max(kinds.depth, 1))
-        return max(1, min(shared, sizes.num_layers - len(kinds.firsts))) if value else 0
-    if named(r"moe_layer_end_index"):
-        return sizes.num_layers - 1
-    if named(r"max_window_layers"):
-        return sizes.num_layers if value >= depth_of(told) else sizes.num_layers // 2
-    if named(r"(.*_)?(sliding_window|window_size|window_len|window_length)|local_attention"):
-        if "patch_size" not in told:
-            return min(value, 6)  # tokens; of a tower pixels
-        merge = told.get("spatial_merge_size")
-        return PATCH * merge * 2 if merge else 2
-    exact = next((number for one, number in EXACTLY.items() if named(one)), None)
-    if exact is not None:
-        return exact
-    share = next((times for one, times in WIDTHS.items() if named(one)), None)
-    if share is not None:
-        return round(width * share) if value > 0 else value
-    if named(r"(.*_)?intermediate_size(_mlp)?|(.*_)?ffn_(dim|hidden_size)"):
-        # twice the width; four times where it is so: towers that merge four patches rely on it
-        return width * (4 if value == 4 * (hidden_size or 0) else 2)
-    most = next((number for one, number in AT_MOST.items() if named(one)), None)
-    return value if most is None else min(value, most)
+        shared = max(1, min(shared, sizes.num_layers - len(kinds.firsts)))
+    shares = (round(width * share) if value > 0 else value for share in (0.25, 0.5, 1, 2))
+    quarter, half, same, double = shares
+    # four times the width where it is so: towers that merge four patches rely on it
+    inner = width * (4 if value == 4 * hidden else 2)
+    rules: dict[str, int] = {  # the first that fits counts
+        r"unpadded_vocab_size": VOCABULARY - 8 * (value < (first("vocab_size") or value)),
+        r"max_position_embeddings|n_positions|max_seq_len|context_length": positions,
+        # heads
+        r"mamba_d_head|mamba_head_?dim": mamba_head,
+        r".*(key_value_heads|kv_heads|kv_n_heads|num_key_heads|num_query_groups)": key_heads,
+        r"mamba_n_heads|mamba_num_heads|n_mamba_heads": min(value, 8),
+        r"(.*_)?(attention_heads|num_heads|n_heads?|heads)": 8 if is_mamba_2 else NUM_HEADS,
+        r"attention_head_dim": width * times // NUM_HEADS,
+        r"qk_(rope_|nope_)?head_dim": latent_head,
+        r"index(er)?_head_dim": 2 * sizes.head_dim,
+        r"(.*_)?head_dim|kv_channels|attention_head_size|d_head|d_kv|dim_head": head_dim,
+        # widths and layers; OPT's projection is as wide as the model, or narrower
+        r"word_embed_proj_dim": width if value == hidden else width // 2,
+        r"attention_hidden_size": width * attention_times,
+        r"mamba_d_ssm": 8 * mamba_head,
+        r"vision_output_dim": width * (1 + min(num_blocks, TOWER_DEPTH - 1)),
+        r"topk_group": min(groups, 2) if value >= groups else 1,
+        r"num_kv_shared_layers": shared,
+        r"moe_layer_end_index": sizes.num_layers - 1,
+        r"max_window_layers": sizes.num_layers // (1 + (value < depth_of(told))),
+        r"(.*_)?(sliding_window|window_size|window_len|window_length)|local_attention": window,
+        # numbers of every copy
+        r"(decoder_)?vocab_size(_per_layer_input)?": VOCABULARY,
+        r".*attention_heads_per_layer": NUM_HEADS,
+        r"rotary_dim|d_rel": 4,
+        r"(q|kv|o)_lora_rank": 16,
+        r"(.*_)?image_size|max_img_size|crop_size|resolution": PATCH * GRID,
+        r"patch_size": PATCH,
+        r"num_position_embeddings|num_patches|vision_soft_tokens_per_image": GRID * GRID,
+        r"pos_emb_(height|width)|posemb_grid_size": GRID,
+        # shares of the width
+        r"hidden_size_per_layer_input": quarter,
+        r"(.*_)?(hidden_size(_global)?|hidden_dim|d_model|n_embd|dim_model|lru_width)"
+        r"|output_proj_dims|hidden_sizes|output_channels|downsample_channels"
+        r"|(.*_)?(output|input|projection|adapter_(in|out)|emb(ed(ding)?)?)_(dim|size)": same,
+        r"(shared_|moe_|expert_|share_).*(intermediate_size|ffn_hidden_size|expert_dim)": half,
+        r"alignment_intermediate_size|n_inner|d_ff|dff|dim_ff|d_inner|mlp_dim|block_ff_dim"
+        r"|feed_forward_size": double,
+        r"(.*_)?intermediate_size(_mlp)?|(.*_)?ffn_(dim|hidden_size)": inner,
+        # embeddings, experts, states, windows, towers
+        r".*(vocab_size|codebook_size|num_embeddings|hash_byte_group_vocab)": min(value, 64),
+        r"n_ctx|max_(source|target)_positions|seq_len|max_2d_position_embeddings": min(value, 128),
+        r"base_channels": min(value, 32),
+        r"laurel_rank|time_step_rank|mamba_dt_rank|adapter_rank|gated_norm_rank|hc_lowrank"
+        r"|(num_(local_)?|n_routed_|moe_num_)experts|zero_expert_num|index_(topk|block_size|kpool)"
+        r"|mm_tokens_per_image|num_query_tokens|.*n(um)?_latents|latent_query_num": min(value, 4),
+        r"num_experts_per_tok(en)?|moe_k|moe_topk|moe_top_k|top_k_experts|.*shared_experts"
+        r"|n_group|num_expert_group|n_groups|mamba_n_?groups|o_groups|index_topk_blocks"
+        r"|resampler_depth|num_global_layers": min(value, 2),
+        r"mamba_d_state|ssm_state_size|state_size|mamba_chunk_size|chunk_size|block_multiple_of"
+        r"|attention_chunk_size|keep_window_size|block_size|floor_scale": min(value, 8),
+    }
+    return next((number for rule, number in rules.items() if re.fullmatch(rule, name)), value)
 
 
 def _holds(config: PretrainedConfig, part: PretrainedConfig) -> bool:
@@ -343,12 +308,15 @@ def _shrink_part(
             else:  # twice as many layers as of another stack stay twice as many
                 small[name] = max(1, round(depth * value / old))
         elif name == "per_layer_config" and value:
-            small[name] = {at: _shrink_fields(own, told | own, sizes) for at, own in value.items()}
+            small[name] = {
+                at: {one: _shrink(one, old, told | own, sizes) for one, old in own.items()}
+                for at, own in value.items()
+            }
         elif name in kinds.lists and not isinstance(value, str):
             small[name] = _shrink_list(name, value, told, sizes)
     done = {*parts, *kinds.lists, *kinds.indices, *kinds.sources, "per_layer_config", *DEPTHS}
-    rest = {name: value for name, value in small.items() if name not in done}
-    small |= _shrink_fields(rest, told, sizes)
+    for name in small.keys() - done:
+        small[name] = _shrink(name, small[name], told, sizes)
     for name in TOWER_INDICES:  # indices of blocks: as many as fit, from the front or from the back
         value, most = told.get(name), min(depth or TOWER_DEPTH, TOWER_DEPTH)
         if isinstance(value, list) and any(one < 0 for one in value):
@@ -358,10 +326,6 @@ def _shrink_part(
         elif isinstance(value, int) and not isinstance(value, bool):
             small[name] = max(-TOWER_DEPTH, min(value, TOWER_DEPTH - 1))
     return small
-
-
-def _shrink_fields(fields: FieldValues, told: FieldValues, sizes: Sizes) -> FieldValues:
-    return {name: _shrink(name, value, told, sizes) for name, value in fields.items()}
 
 
 def _shrink_list(name: str, values: list, told: FieldValues, sizes: Sizes) -> list:
@@ -403,7 +367,10 @@ def _head_dim(config: PretrainedConfig) -> int:
     """Return the smallest head size that holds all rotary positions."""
     needed = LEAST_HEAD_DIM.get(config.model_type, HEAD_DIM)
     for told in walk_config(config):
-        for rope in _ropes(told) if "kv_lora_rank" not in told else ():
+        whole = told.get("rope_parameters") or told.get("rope_scaling")
+        whole = whole if isinstance(whole, dict) else {}
+        ropes = [one for one in whole.values() if isinstance(one, dict)]  # a set for each kind
+        for rope in (ropes or [whole]) if "kv_lora_rank" not in told else ():
             part = _rotary_part(rope, told)
             axes = len(_sections(rope, told)) or 1
             while round(needed * part) < 2 * axes or needed * part % 2:
@@ -411,15 +378,6 @@ def _head_dim(config: PretrainedConfig) -> int:
                 if needed > 256:
                     return HEAD_DIM
     return needed
-
-
-def _ropes(told: FieldValues) -> list[FieldValues]:
-    """Return the rotary parameters of a configuration: one set, or one for each kind of layer."""
-    rope = told.get("rope_parameters") or told.get("rope_scaling")
-    if not isinstance(rope, dict):
-        return [{}]
-    inner = [one for one in rope.values() if isinstance(one, dict)]
-    return inner or [rope]
 
 
 def _rotary_part(rope: FieldValues, told: FieldValues) -> float:
@@ -456,21 +414,15 @@ def _shrink_rope(rope: FieldValues, told: FieldValues, sizes: Sizes) -> FieldVal
 
 # three-axis rotary positions: the default shares in the model's code, in numbers of the head of the
 # real model
-SECTIONS: dict[str, list[int]] = {
-    **dict.fromkeys(
-        ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "paddleocr_vl_text"), [16, 24, 24]
-    ),
-    **dict.fromkeys(
-        (
-            *("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text", "cohere_compass_text"),
-            *("cosmos3_edge_text", "cosmos3_omni_text"),
-        ),
-        [24, 20, 20],
-    ),
-    **dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_ocr_text", "glm46v_text"), [8, 12, 12]),
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), [11, 11, 10]),
-    "ernie4_5_vl_moe_text": [22, 22, 20],
+_NAMES = {
+    (16, 24, 24): "qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text paddleocr_vl_text",
+    (24, 20, 20): "qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text cohere_compass_text "
+    "cosmos3_edge_text cosmos3_omni_text",
+    (8, 12, 12): "glm4v_text glm4v_moe_text glm_ocr_text glm46v_text",
+    (11, 11, 10): "qwen3_5_text qwen3_5_moe_text qwen4_exp_text",
+    (22, 22, 20): "ernie4_5_vl_moe_text",
 }
+SECTIONS = {name: list(shares) for shares, names in _NAMES.items() for name in names.split()}
 
 # the class of the configuration divides a width by 64 for its number of heads
 LEAST_HEAD_DIM = {"granite4_vision": 16}
