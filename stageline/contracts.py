@@ -74,13 +74,11 @@ def mismatch(part: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
 
 def _unwrapped(part: Any) -> Any:
     """Return the component itself, without partials or an object around it."""
-    while True:
-        if isinstance(part, functools.partial):
-            part = part.func
-        elif hasattr(part, "__wrapped__") and not inspect.isroutine(part):
-            part = part.__wrapped__
-        else:
-            return part
+    if isinstance(part, functools.partial):
+        return _unwrapped(part.func)
+    if hasattr(part, "__wrapped__") and not inspect.isroutine(part):
+        return _unwrapped(part.__wrapped__)
+    return part
 
 
 def part_name(part: object) -> str:

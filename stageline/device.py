@@ -18,20 +18,14 @@ import torch.distributed as dist
 from stageline.errors import UserError
 
 # variables that limit the visible devices; read when the first device is used
-VISIBLE = {
-    "cuda": "CUDA_VISIBLE_DEVICES",
-    "xpu": "ZE_AFFINITY_MASK",
-    "npu": "ASCEND_RT_VISIBLE_DEVICES",
-}
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+VISIBLE |= {"npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 FUSED = {"cpu", "cuda", "xpu"}  # torch itself has fused optimizers for them; a package may not
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether a device works in streams parallel to the host, on memory of its own.
-
-    MPS does not: torch gives it no streams, and its memory is the host's.
-    """
+    """Return whether a device works in streams, on memory of its own; MPS does not."""
     return device.type not in ("cpu", "meta", "mps")
 
 
@@ -80,10 +74,7 @@ def visible(devices: Sequence[torch.device]) -> tuple[str, list[str]]:
 
 
 def group_backend(device: torch.device) -> str:
-    """Return the backend of a process group for tensors of a device, in torch.distributed's form.
-
-    gloo is added to an accelerator's own: it carries small integers and objects without the GPU.
-    """
+    """Return the backend of a process group; gloo carries small integers without the GPU."""
     if not is_accelerator(device):
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
@@ -121,9 +112,8 @@ def synchronize(device: torch.device) -> None:
 def device_in_use() -> torch.device | None:
     """Return the accelerator of this thread; None if the process has used none so far."""
     kind = torch.accelerator.current_accelerator()
-    if kind is None or not is_accelerator(kind):
-        return None
-    if not torch.get_device_module(kind).is_initialized():
+    is_used = kind is not None and is_accelerator(kind)
+    if kind is None or not (is_used and torch.get_device_module(kind).is_initialized()):
         return None
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
@@ -147,18 +137,15 @@ def empty_cache() -> None:
 
 def available_memory() -> int | None:
     """Return the bytes still free on the host, or in the container; None: unknown."""
-    found = []
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        values = dict(line.split(":", 1) for line in lines)
-        found.append(int(values["MemAvailable"].split()[0]) * 1024)
-    folder = Path("/sys/fs/cgroup")
+    found, folder = [], Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        values = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
+        found += [int(values[1]) * 1024] if values else []
     with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
-        limit = int((folder / "memory.max").read_text())
-        used = int((folder / "memory.current").read_text())
-        facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
         # cached pages of files are freed when memory is needed
-        found.append(limit - used + int(facts.get("inactive_file", 0)))
+        cached = re.search(r"inactive_file (\d+)", (folder / "memory.stat").read_text())
+        found.append(limit - used + (int(cached[1]) if cached else 0))
     return min(found, default=None)
 
 
@@ -173,8 +160,7 @@ def settle_allocators() -> None:
     Segments grow, because micro-batches have lengths of their own. Pinned blocks have the size that
     was asked for: torch would round each up to a power of two.
     """
-    is_settled = any(name in os.environ for name in ALLOCATOR_VARIABLES)
-    if is_settled or not torch.cuda.is_available():
+    if os.environ.keys() & set(ALLOCATOR_VARIABLES) or not torch.cuda.is_available():
         return
     wanted = "expandable_segments:True"
     # a key that a release does not know would end the run

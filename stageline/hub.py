@@ -63,11 +63,9 @@ def read_name(text: str | Path, *, folder: Path = Path()) -> HubName | None:
 def with_commit(given: str, recorded: Iterable[str]) -> str:
     """Return a name with the commit that an earlier start of the run recorded, if any."""
     name = read_name(given)
-    if name is None or name.is_pinned:
-        return given
-    for old in recorded:
+    for old in recorded if name is not None and not name.is_pinned else ():
         then = read_name(str(old))
-        if then is not None and then.repo == name.repo and then.is_pinned:
+        if name and then and then.repo == name.repo and then.is_pinned:
             return old
     return given
 

@@ -25,12 +25,8 @@ from stageline.errors import DataError
 
 # A document is one text of the input. A segment is a stretch of its tokens, at most `seq_length`
 # long with BOS and EOS counted; the segments of a document follow each other and share no token.
-
-# flags of a segment
-BEGINS = 1  # the first one of its document
-ENDS = 2  # the last one of its document
-HAS_BOS = 4  # its first token is BOS, which the build added
-HAS_EOS = 8  # its last token is EOS, which the build added
+# Flags of a segment: the first and the last one of its document, with the BOS or EOS of the build.
+BEGINS, ENDS, HAS_BOS, HAS_EOS = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -100,27 +96,18 @@ class SegmentType:
 
 @dataclass(frozen=True)
 class CorpusHeader:
-    """All that a corpus knows of itself.
+    """All that describes a corpus."""
 
-    Attributes:
-        dtype: `uint16` or `uint32`.
-        tokenizer: None for files of Megatron-core, which do not say it.
-        rules: of a merged corpus those of the first input.
-        bin_sha256: of the `.bin`; edges_sha256: of its size and both ends, checked at each open;
-            arrays_sha256: of offsets and flags.
-        sources: where the text is from, for people.
-    """
-
-    dtype: str
-    tokenizer: TokenizerInfo | None
-    rules: CutRules
+    dtype: str  # `uint16` or `uint32`
+    tokenizer: TokenizerInfo | None  # None for files of Megatron-core
+    rules: CutRules  # of a merged corpus those of the first input
     language: str
     types: tuple[SegmentType, ...]
     bin_size: int
     bin_sha256: str
-    edges_sha256: str
-    arrays_sha256: str
-    sources: tuple = ()
+    edges_sha256: str  # of the size and both ends of the `.bin`, checked at each open
+    arrays_sha256: str  # of offsets and flags
+    sources: tuple = ()  # where the text is from, for people
     version: int = VERSION
 
     @property

@@ -111,8 +111,8 @@ def _icu_iterator() -> Any:
         from icu import BreakIterator, Locale
     except ImportError as error:
         raise UserError(
-            "the splitter `icu` needs PyICU, which is not installed here: "
-            "pip install 'stageline[icu]' (it requires libicu-dev), or use `auto`"
+            "the splitter `icu` needs PyICU: pip install 'stageline[icu]' (it requires "
+            "libicu-dev), or use `auto`"
         ) from error
     return BreakIterator.createSentenceInstance(Locale("en@ss=standard"))
 
@@ -175,13 +175,11 @@ def _line_ends(text: str) -> Iterator[tuple[int, int, bool]]:
 
 
 def _belongs_to_word(text: str, dot: int, end: int, word: int, line_words: set[int]) -> bool:
-    """Tell whether a full stop is of an abbreviation, an initial, or the label of a list item.
+    """Return whether a full stop is of an abbreviation, an initial, or the label of a list item.
 
     Args:
-        dot: place of the full stop.
-        end: behind the signs that close there.
-        word: where the next word begins.
-        line_words: where the first words of lines begin.
+        end: place behind the signs that close at the full stop at `dot`.
+        word: where the next word begins; `line_words`: where the first words of lines begin.
     """
     before = _ABBREVIATION.search(text, max(0, dot - _LONGEST_ABBREVIATION), dot)
     assert before is not None  # it may be empty

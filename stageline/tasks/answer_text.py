@@ -39,10 +39,7 @@ _DENIAL = re.compile(r"\b(?:not|never|neither|nor|cannot|wrong|incorrect)\b|n't\
 
 
 def plain(text: str) -> str:
-    """Return lower case with plain quotes and widths, without markup; lines are kept.
-
-    What a model thought aloud is left out; a thought without an end says nothing.
-    """
+    """Return lower case with plain quotes and widths, without markup and thoughts; keep lines."""
     text = unicodedata.normalize("NFKC", _without_thoughts(text.translate(_QUOTES)))
     if "\\" in text:
         text = _LATEX_TEXT.sub(r"\1", text.replace("$", " "))
@@ -69,9 +66,9 @@ def tidy(text: str) -> str:
 
 
 def contains_words(text: str, words: str) -> bool:
-    """Return whether normalized `words` are in normalized `text` as whole words.
+    """Return whether normalized `words` are in normalized `text` as whole words and numbers.
 
-    A number is none within another one: 3 is not in 3.14, 200 not in 1,200, 5 not in -5.
+    So 3 is not in 3.14, 200 not in 1,200, 5 not in -5.
     """
     if _HAS_NO_SPACES.search(words):
         return words in text
@@ -92,8 +89,7 @@ def says_nothing(text: str) -> bool:
 def parse_choice(text: str, choices: Sequence[str]) -> int | None:
     """Return the place of the one option that an answer names, by its letter or else by its text.
 
-    An option's text may hold that of another one ("top left"). A text that denies something is not
-    searched for options.
+    An option's text may hold that of another one ("top left"). Denials are not searched.
     """
     said, options = plain(text), [normalize(choice) for choice in choices]
     if tidy(said) in options:
@@ -111,6 +107,5 @@ def parse_choice(text: str, choices: Sequence[str]) -> int | None:
 
 
 def _without_thoughts(text: str) -> str:
-    text = re.sub(r"<think>.*?</think>", " ", text, flags=re.S)
-    text = text.rpartition("</think>")[2]
+    text = re.sub(r"<think>.*?</think>", " ", text, flags=re.S).rpartition("</think>")[2]
     return text.partition("<think>")[0]
