@@ -161,8 +161,13 @@ def _from_hub(name: HubName) -> str:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})
 
-    patterns = {"allow_patterns": _AT_ONCE, "ignore_patterns": _LEFT_OUT}
-    found = snapshot_download(name.repo, revision=name.revision, tqdm_class=Silent, **patterns)
+    found = snapshot_download(
+        name.repo,
+        revision=name.revision,
+        allow_patterns=_AT_ONCE,
+        ignore_patterns=_LEFT_OUT,
+        tqdm_class=Silent,
+    )
     if Path(found, "adapter_config.json").exists():
         fetch_missing(Path(found, _ADAPTER))
     return found
@@ -170,13 +175,8 @@ def _from_hub(name: HubName) -> str:
 
 def _from_modelscope(name: HubName) -> str:
     """Return the whole folder: its cache has no commits, so no file can be fetched later."""
-    try:
-        from modelscope import snapshot_download
-    except ImportError as error:
-        raise UserError(
-            f"USE_MODELSCOPE_HUB is set for {name}, and its client is not installed. Run `pip "
-            "install modelscope`, or unset the variable."
-        ) from error
+    from modelscope import snapshot_download
+
     wanted = [*_AT_ONCE, _ADAPTER, "model*.safetensors"]
     patterns = {"allow_patterns": wanted, "ignore_patterns": _LEFT_OUT}
     return str(snapshot_download(name.repo, revision=name.revision, **patterns))
@@ -207,6 +207,8 @@ def _refused(name: HubName, what: str, error: Exception, *, kind: str = "models"
         told = f"none of the {kind} that you may see, and no folder {here}. Check it, or {log_in}"
     elif isinstance(error, errors.HFValidationError):
         told = f"{error}. Write owner/name[@revision]"
+    elif isinstance(error, ImportError):
+        told = f"{error}. Run `pip install modelscope`, or unset USE_MODELSCOPE_HUB"
     elif constants.is_offline_mode():
         cache = constants.HF_HUB_CACHE
         told = f"HF_HUB_OFFLINE is set, and {cache} lacks it. Run `hf download {name.repo}` once"

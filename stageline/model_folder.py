@@ -1,7 +1,7 @@
 """Check a model folder before transformers reads it: broken JSON, own code, no folder at all.
 
-Everything that loads a config, tokenizer or processor uses this module: transformers would run
-code, ask for permission on the terminal, or look up a missing folder on the network.
+Everything that loads a config, tokenizer or processor uses this module: transformers would ask on
+the terminal whether to run code, or look up a missing folder on the network.
 """
 
 import functools
@@ -46,12 +46,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object in a file of a model folder, or raise CheckpointError."""
     try:
         content = json.loads(path.read_bytes())
-        why = "" if isinstance(content, dict) else f"it holds a {type(content).__name__}"
+        if isinstance(content, dict):
+            return content
+        why = f"it holds a {type(content).__name__}"
     except (OSError, ValueError, RecursionError) as error:
-        why = (isinstance(error, OSError) and error.strerror) or str(error)[:100]
-    if why:
-        raise CheckpointError(f"{path} cannot be read as a JSON object ({why}). Copy it again.")
-    return content
+        why = str(error)[:200]
+    raise CheckpointError(f"{path} cannot be read as a JSON object ({why}). Copy it again.")
 
 
 def check_folder(path: str | Path, *, trust_remote_code: bool) -> Path:
@@ -117,11 +117,9 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> "Pretra
     file = folder / "config.json"
     if not file.exists():
         raise UserError(f"{folder} holds no config.json. Give the folder of a model.")
-    kind = read_json(file).get("model_type")
+    kind, told = read_json(file).get("model_type"), {"trust_remote_code": trust_remote_code}
     try:
-        return AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        return AutoConfig.from_pretrained(folder, local_files_only=True, **told)
     except Exception as error:  # wrong values can raise any exception type
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         is_unknown = isinstance(kind, str) and kind not in CONFIG_MAPPING

@@ -214,7 +214,7 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
     head_dim = latent_head if "kv_lora_rank" in told else sizes.head_dim
     head_dim = mamba_head if is_mamba_2 else head_dim
     groups = first("n_group", "num_expert_group") or value
-    blocks = told.get("intermediate_layers_indices")  # whose states are handed out
+    blocks = told.get("intermediate_layers_indices")  # their states are handed out
     num_blocks = len(blocks) if isinstance(blocks, list) else 0
     window = min(value, 6)  # tokens; of a tower pixels
     if "patch_size" in told:

@@ -84,12 +84,11 @@ class _WholeLines:
 
     def write(self, text: str) -> int:
         whole, end, self._text = (self._text + text).rpartition("\n")
-        if end and self._bar is None:
-            self.stream.write(CLEARED + whole + end)
-            self.stream.flush()
-        elif end:
-            with self._bar.external_write_mode(self._bar.fp):
-                self.stream.write(whole + end)
+        if end:
+            bar: Any = self._bar
+            is_other = bar is None
+            with contextlib.nullcontext() if is_other else bar.external_write_mode(bar.fp):
+                self.stream.write(CLEARED * is_other + whole + end)
                 self.stream.flush()
         return len(text)
 
@@ -99,11 +98,7 @@ class _WholeLines:
 
 @contextlib.contextmanager
 def beside_bar(bar: Any | None) -> Iterator[None]:
-    """Keep the bar intact while this process prints, warns and logs.
-
-    Args:
-        bar: of tqdm; None: it is another process's, on the same terminal.
-    """
+    """Keep the bar (of tqdm; None: another process's) intact while this process prints and logs."""
     streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     changed = [(name, one, _WholeLines(one, bar)) for name, one in streams.items() if one.isatty()]
     for name, stream, lines in changed:

@@ -42,10 +42,10 @@ class Progress:
 
     file: int = 0  # with `part`, the first chunk that is not written
     part: int = 0
-    num_lines: int = 0  # of the current file before that chunk
+    num_lines: int = 0  # lines of the current file before that chunk
     num_bytes: int = 0  # read of all files, compressed ones as stored
-    seconds: float = 0.0  # of all starts together
-    counts: Counter[str] = field(default_factory=Counter)  # of the cutter
+    seconds: float = 0.0  # time of all starts together
+    counts: Counter[str] = field(default_factory=Counter)  # counts of the cutter
     bad_kinds: Counter[str] = field(default_factory=Counter)  # lines that gave no document
     bad_bytes: int = 0  # size of the list of bad lines
     num_listed: int = 0

@@ -223,7 +223,7 @@ class MegatronCorpus(MappedSegments):
                 tokens, f"it has {len(self._bin):,} bytes, and its index ends at {expected:,}"
             )
         self._ids = numpy.frombuffer(self._bin, dtype=dtype)
-        self._offsets = memoryview(offsets.astype("<u8"))
+        self._offsets = offsets.astype("<u8").data
         self._flags = numpy.zeros(self._len, dtype=numpy.uint8)  # BOS and EOS count as tokens
         self._flags[borders[borders < self._len]] |= BEGINS
         self._flags[borders[borders > 0] - 1] |= ENDS
@@ -287,7 +287,7 @@ class Corpus(MappedSegments):
         self._offsets = index[arrays:flags].cast("Q")
         self._flags = numpy.frombuffer(index[flags:], dtype=numpy.uint8)
         both = "".join(
-            hashlib.sha256(one).hexdigest() for one in (index[arrays:flags], self._flags)
+            hashlib.sha256(one).hexdigest() for one in (index[arrays:flags], index[flags:])
         )
         if hashlib.sha256(both.encode()).hexdigest() != self.header.arrays_sha256:
             raise damaged(path, "the offsets or flags are not those that were written (sha256)")

@@ -105,8 +105,8 @@ class CorpusHeader:
     types: tuple[SegmentType, ...]
     bin_size: int
     bin_sha256: str
-    edges_sha256: str  # of the size and both ends of the `.bin`, checked at each open
-    arrays_sha256: str  # of offsets and flags
+    edges_sha256: str  # hash of the size and both ends of the `.bin`, checked at each open
+    arrays_sha256: str  # hash of offsets and flags
     sources: tuple = ()  # where the text is from, for people
     version: int = VERSION
 

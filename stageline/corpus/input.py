@@ -48,7 +48,7 @@ class Source:
     kind: str  # text, json or parquet
     compression: str  # .gz, .bz2, .zst, or "" for none
     size: int
-    time_ns: int  # of its last change
+    time_ns: int  # time of its last change
     edges: str  # `edges_digest`: tells a file that was changed to the same size and time
 
 
@@ -129,7 +129,7 @@ class Chunk:
     part: int  # number of the chunk in the file
     kind: str  # text, json or parquet
     path: str
-    num_bytes: int  # of the file as it is on the disk, for the progress
+    num_bytes: int  # bytes of the file on the disk, for the progress
     payload: bytes  # whole lines, or an Arrow stream of rows
     ends_too_long: bool = False  # a line longer than a document may be was skipped behind it
 

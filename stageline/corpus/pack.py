@@ -131,7 +131,7 @@ class PackHeader:
     num_rows: list[int]  # one number for each type
     num_segments: list[int]
     num_tokens: list[int]
-    arrays_sha256: str  # of offsets, then members
+    arrays_sha256: str  # hash of offsets, then members
     version: int = VERSION
 
 
@@ -324,7 +324,7 @@ class Stats:
         sums = [sum(getattr(kind, name) for kind in self.types) for name in names]
         ways = self.types[0].num_rows
         rows = {way: sum(kind.num_rows[way] for kind in self.types) for way in ways}
-        return TypeStats("all", *sums, rows)
+        return TypeStats("all", *sums, num_rows=rows)
 
 
 def stats(prefix: str | Path) -> Stats:

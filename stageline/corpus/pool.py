@@ -48,7 +48,7 @@ class Task:
     make_cutter: Callable[[], Any]  # makes what turns texts into (Segments, counts)
     document: Document
     max_document_bytes: int
-    columns: Sequence[str] | None = None  # of Parquet files; None: all
+    columns: Sequence[str] | None = None  # columns of Parquet files; None: all
     chunk_bytes: int = CHUNK_BYTES
 
     def chunks(self, file: int = 0, part: int = 0) -> Iterator[Chunk]:

@@ -24,11 +24,11 @@ class RunSampler:
     """The rows of each optimizer step, for the micro-batch loader."""
 
     mixture: Mixture
-    num_batches: int  # of a step
+    num_batches: int  # batches of a step
     dp_rank: int = 0
     dp_degree: int = 1
     origin: int = 0  # number of the batch at which step 0 would begin
-    names: Sequence[str] = ()  # of the types, for the report
+    names: Sequence[str] = ()  # names of the types, for the report
 
     def __len__(self) -> int:
         """Return the whole steps of one epoch; batches that are left over begin the next one."""

@@ -252,7 +252,9 @@ def _cut(
     lengths, flags, counts = lengths[some], flags[some], counts[some]
     ends = numpy.cumsum(counts) - 1
     begins = ends - counts + 1
-    place = numpy.arange(counts.sum()) - numpy.repeat(begins, counts)  # of a piece in its sequence
+    place = numpy.arange(counts.sum()) - numpy.repeat(
+        begins, counts
+    )  # number of a piece in its sequence
     cut_lengths = numpy.repeat(lengths // counts, counts)
     cut_lengths += place < numpy.repeat(lengths % counts, counts)
     cut_flags = numpy.zeros(len(cut_lengths), dtype=numpy.uint8)

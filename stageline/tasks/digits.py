@@ -48,9 +48,8 @@ class Digits:
         small = Image.fromarray(self._pixels[row]).convert("RGB")
         size = (self._image_size, self._image_size)
         question, digit = QUESTIONS[row % len(QUESTIONS)], str(self._labels[row])
-        sample = {"id": f"digits-{row}", "question": question, "answer": digit}
-        sample |= {"group": digit, "num_choices": 10}
-        return [small.resize(size, Image.Resampling.BICUBIC)], sample
+        sample = {"id": f"digits-{row}", "question": question, "answer": digit, "group": digit}
+        return [small.resize(size, Image.Resampling.BICUBIC)], {**sample, "num_choices": 10}
 
     def describe(self, index: int) -> str:
         return f"digits row {self.rows[index]}"
