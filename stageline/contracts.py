@@ -104,12 +104,11 @@ def shown(value: object) -> str:
     if value is None:
         return "None (a forgotten return?)"
     name = type(value).__name__
-    article = "an" if name[0] in "aeiouAEIOU" else "a"
+    name = f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
     if isinstance(value, dict):
-        return f"{article} {name} with {', '.join(map(repr, list(value)[:6])) or 'nothing in it'}"
+        return f"{name} with {', '.join(map(repr, list(value)[:6])) or 'nothing in it'}"
     if isinstance(value, list | tuple):
-        inside = ", ".join(type(item).__name__ for item in value[:4])
-        more = ", ..." if len(value) > 4 else ""
-        return f"{article} {name} of {len(value)} ({inside}{more})"
+        inside = [type(item).__name__ for item in value[:4]] + ["..."] * (len(value) > 4)
+        return f"{name} of {len(value)} ({', '.join(inside)})"
     text = " ".join(repr(value).split())
-    return f"{article} {name}: {text if len(text) <= 60 else f'{text[:60]} ...'}"
+    return f"{name}: {text if len(text) <= 60 else f'{text[:60]} ...'}"

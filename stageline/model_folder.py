@@ -80,17 +80,16 @@ def files_fingerprint(path: str | Path, *, answers: bool = False) -> str:
     """
     told, folder = hashlib.sha256(), find_folder(path)
     patterns = [*_DECIDING, "generation_config.json"] if answers else _DECIDING
-    for file in sorted({file for pattern in patterns for file in folder.glob(pattern)}):
-        if file.is_file():
-            told.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()} ".encode())
+    found = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    for file in sorted(found):
+        told.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()} ".encode())
     return told.hexdigest()
 
 
 def check_bulky(folder: Path) -> None:
     """Refuse a broken one of the files that `check_folder` leaves out."""
-    for name in _BULKY:
-        if (folder / name).is_file():
-            read_json(folder / name)
+    for file in filter(Path.is_file, map(folder.joinpath, _BULKY)):
+        read_json(file)
 
 
 def _code_names(value: Any, key: str = "") -> Iterator[str]:
