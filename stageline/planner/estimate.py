@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -507,12 +508,6 @@ class Workload:
     device: torch.device
     repeats: int = 5
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and tokens."""
-        rows, tokens = self.batch["input_ids"].shape
-        return rows, tokens
-
 
 def measure(
     outline: Outline, workload: Workload, *, run_class: "type[ItemRun] | None" = None
@@ -541,6 +536,7 @@ def measure(
         cost = found[item][0]
         return facts + replace(cost, forward=max(cost.forward - overhead.forward, 0.0))
 
+    rows, tokens = workload.batch["input_ids"].shape
     layers = zip(outline.kinds, outline.layers, strict=True)
     shared = max((found[kind + 1][1] for kind in outline.kinds), default=0)
     return replace(
@@ -552,7 +548,7 @@ def measure(
         border=border,
         hand_over=hand_over_seconds(border, on_cpu=workload.device.type == "cpu"),
         batch=tensor_bytes(iter(workload.batch.values())),
-        shape=workload.shape,
+        shape=(rows, tokens),
     )
 
 
@@ -930,16 +926,8 @@ def on_meta(watch: PeakBytes, model: nn.Module) -> Iterator[None]:
 
 def layer_tensors(layer: object) -> list[torch.Tensor]:
     """Return the tensors of a layer of a cache, whatever its kind."""
-    found, waiting = [], [*vars(layer).values()]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, torch.Tensor) and value.dim() > 0:  # a scalar is a window's size
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            waiting += value
-        elif isinstance(value, dict):
-            waiting += value.values()
-    return found
+    leaves = pytree.tree_leaves(vars(layer))  # a scalar is a window's size
+    return [one for one in leaves if isinstance(one, torch.Tensor) and one.dim() > 0]
 
 
 def _inputs(model: PreTrainedModel, load: Load, image_tokens: int) -> dict[str, Any]:
@@ -1085,17 +1073,6 @@ def _vision_workspace(model: PreTrainedModel, load: Load) -> int:
     config, count = getattr(model.config, "vision_config", None), load.rows * load.images
     if config is None or not count:
         return 0
-    if getattr(config, "image_size", None) is not None:
-        watch = PeakBytes(META)
-        try:
-            with on_meta(watch, model):
-                shape = (count, getattr(config, "num_channels", 3), *_pair(config.image_size))
-                pixels = torch.empty(shape, dtype=model.dtype)
-                held = (pixels, cast(Any, model).get_image_features(pixel_values=pixels))
-            del held
-            return watch.peak
-        except Exception:  # towers that take more than pixels, or sizes as values
-            pass
     # all that the linear layers of the widest block take and give, as if at once
     text_path = text_model_path(model)
     widths = [

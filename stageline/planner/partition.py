@@ -21,11 +21,14 @@ from stageline.planner.estimate import (
     ModelCosts,
     RankMemory,
     decode_bytes,
+    durations_of,
+    flow_of,
     memory_of,
     model_on_meta,
     most_in_flight,
+    rank_memory,
 )
-from stageline.planner.simulate import Expectation, expect
+from stageline.planner.simulate import simulate
 
 StageCost = Callable[[int, int, int], float]  # (stage, first layer, last layer + 1)
 
@@ -106,6 +109,34 @@ def improved(
     return best
 
 
+@dataclass(frozen=True)
+class Expectation:
+    """A partition with what follows from it.
+
+    Attributes:
+        stages: the cost of each stage.
+        seconds: of a step without its update; 0 where nothing was measured.
+        bubble: the idle share of the ranks.
+        memory: of each rank.
+    """
+
+    partition: list[int]
+    schedule: Schedule
+    num_micro_batches: int
+    stages: list[Cost]
+    seconds: float
+    bubble: float
+    memory: list[RankMemory]
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of a micro-batch on the slowest rank, at least."""
+        splits = self.schedule.splits_backward
+        seconds = [stage.seconds(splits_backward=splits) for stage in self.stages]
+        ranks = range(self.schedule.num_ranks)
+        return max(sum(seconds[one] for one in self.schedule.stages_of(rank)) for rank in ranks)
+
+
 StageValue = Callable[[int, Cost], float]  # (stage, its cost)
 
 
@@ -126,13 +157,19 @@ class Placement:
     most_steps: int = 300
 
     def expect(self, partition: Sequence[int]) -> Expectation:
-        """Return the seconds and memory of a step with this partition."""
-        return expect(
-            self.costs,
-            partition,
-            self.schedule,
-            num_micro_batches=self.num_micro_batches,
-            rules=self.rules,
+        """Simulate a step with this partition."""
+        costs, schedule, count = self.costs, self.schedule, self.num_micro_batches
+        stages = costs.stages(partition)
+        step = simulate(
+            schedule.orders(count),
+            durations_of(stages),
+            num_stages=len(stages),
+            flow=flow_of(stages),
+            hand_over=costs.hand_over,
+        )
+        memory = rank_memory(costs, partition, schedule, num_micro_batches=count, rules=self.rules)
+        return Expectation(
+            list(partition), schedule, count, stages, step.seconds, step.bubble, memory
         )
 
     def overshoot(self, memory: Sequence[RankMemory]) -> int:

@@ -294,18 +294,15 @@ def check_split(
         states.add_to(report)
     losses.add_to(report, f"{', '.join(shown[:3])}: ")
     gradients.add_to(report)
-    wanted = [(stage, name) for stage, name, one in held if one.requires_grad]
-    lacking = [(stage, name) for stage, name in wanted if name not in trained]
-    figure = f"{len(wanted) - len(lacking)} of {len(wanted)}"
-    unused = [name for _, name in lacking if made.is_library and name not in theirs_trained]
-    if unused:
-        report.notes.append(
-            f"{len(unused)} trained parameters get no gradient, neither here nor in transformers' "
-            f"model: {', '.join(unused[:4])}{' ...' if unused[4:] else ''}"
-        )
-    details = [
-        f"{name} (stage {stage.stage}) has none in any step"
-        for stage, name in lacking
-        if name not in unused
+    wanted = [  # transformers' model has no use for some either
+        (name, stage.stage)
+        for stage, name, parameter in held
+        if parameter.requires_grad and (name in theirs_trained or not made.is_library)
     ]
-    report.add("trained ones have a gradient", not details, figure, details)
+    lacking = [
+        f"{name} (stage {stage}) has none in any step"
+        for name, stage in wanted
+        if name not in trained
+    ]
+    figure = f"{len(wanted) - len(lacking)} of {len(wanted)}"
+    report.add("trained ones have a gradient", not lacking, figure, lacking)

@@ -110,7 +110,12 @@ def check_export(
         reference = f"its {len(stages)} stages"
         expected = {name: _logits_of_stages(stages, inputs) for name, inputs in rows.items()}
 
-    tolerance = TOLERANCE[_rounded_to(source, exported, is_sum=bool(adapter_paths)) or COMPUTE]
+    # half types to which weights were rounded
+    written = tensor_dtypes(exported)
+    is_merged = (source / ADAPTER_CONFIG).exists() and not (exported / ADAPTER_CONFIG).exists()
+    is_rounded = is_merged or bool(adapter_paths) or written != tensor_dtypes(source)
+    halves = [half for half in (torch.bfloat16, torch.float16) if is_rounded and half in written]
+    tolerance = TOLERANCE[halves[0] if halves else COMPUTE]
     worst = 0.0
     for name, logits in expected.items():
         difference = ((found[name] - logits).abs().max() / logits.abs().max()).item()
@@ -122,15 +127,6 @@ def check_export(
             )
         worst = max(worst, difference)
     return ExportVerdict(reference, worst, tolerance, tuple(rows), tuple(notes))
-
-
-def _rounded_to(source: Path, exported: Path, *, is_sum: bool) -> torch.dtype | None:
-    """The half type that weights were rounded to; None: no weight was."""
-    is_sum |= (source / ADAPTER_CONFIG).exists() and not (exported / ADAPTER_CONFIG).exists()
-    written = tensor_dtypes(exported)
-    if not is_sum and written == tensor_dtypes(source):
-        return None
-    return next((half for half in (torch.bfloat16, torch.float16) if half in written), None)
 
 
 def _load_exported(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
