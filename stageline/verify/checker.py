@@ -190,10 +190,8 @@ def check_split(
         report.notes += made.notes
         try:
             whole = load_unsplit(made, **told)
-            numbers = range(schedule.num_stages)
-            stages = [
-                build(stage=one, num_stages=len(numbers), source=made.source) for one in numbers
-            ]
+            split: dict[str, Any] = {"num_stages": schedule.num_stages, "source": made.source}
+            stages = [build(stage=stage, **split) for stage in range(schedule.num_stages)]
         except CheckpointMismatch as error:
             report.add("checkpoint fits the model", False, "it does not load", [str(error)])
             return
