@@ -106,7 +106,7 @@ def _compare(
         try:
             whole = build_whole(dtype).to(dtype).train()
             randomise(whole)
-            tower = getattr(whole, "whole", None) or whole
+            tower: Any = getattr(whole, "whole", None) or whole
             batches = probe_batches(tower.config, dtype, tower=tower if has_pictures else None)
             side = "its stages"
             stages = [build(stage, num_stages, dtype).train() for stage in range(num_stages)]
