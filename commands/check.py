@@ -7,6 +7,7 @@ with the functions that train_pp.py uses. Exit code 0: equal; 1: a difference, t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -22,10 +23,11 @@ from parse_args import CheckArguments, parse_check_args
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
-    from stageline.distributed.process_group import DistributedContext
+    from torch import nn
+
     from stageline.pipeline.schedules import Schedule
     from stageline.verify.batches import MicroBatch
-    from stageline.verify.whole_model import ModelSource, Preparation, WholeModel
+    from stageline.verify.whole_model import ModelSource, Preparation
 
 LEAST_MICRO_BATCHES = 4
 MOST_MICRO_BATCHES = 8  # a difference shows in a few micro-batches of a dataset
@@ -38,18 +40,9 @@ def main() -> int:
         from commands.export import check_exported
 
         return check_exported(arguments)
-    from stageline.distributed.launch import launch_if_needed  # after the options: --help
-
     arguments, schedule = resolve_schedule(with_family_key(arguments))
-    launch_if_needed(schedule.num_ranks)
-    with importing():  # not in the process that starts the others
-        from stageline.distributed.failure import name_stages
-        from stageline.distributed.process_group import distributed_context
     quiet_transformers()
-    # rank 0 also trains the whole model, for which the others may have to wait
-    with distributed_context(num_ranks=schedule.num_ranks, device="cpu", timeout=7200.0) as context:
-        name_stages(schedule.stages_of(context.pp_rank))
-        return check(arguments, context, schedule)
+    return check(arguments, schedule)
 
 
 def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedule]:
@@ -77,13 +70,12 @@ def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedul
     return dataclasses.replace(arguments, run=run), topology.schedule
 
 
-def check(arguments: CheckArguments, context: DistributedContext, schedule: Schedule) -> int:
-    """Check the split of one pipeline; print the report on rank 0."""
+def check(arguments: CheckArguments, schedule: Schedule) -> int:
+    """Check the split of one pipeline in this process; print the report."""
     with importing():
         from commands.train_data import check_scores
         from commands.train_parts import bind_loss
-        from stageline.verify.checker import check_split
-        from stageline.verify.compare import Report
+        from stageline.verify.checker import Report, check_split
         from stageline.verify.whole_model import ModelSource
 
     run, model = arguments.run, arguments.parts["train_model"]
@@ -94,12 +86,11 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
             "output_router_logits in config.json for a check."
         )
     report = Report(notes=notes_of(arguments))
-    passed = check_split(
-        context,
-        schedule=schedule,
+    check_split(
+        schedule,
         source=ModelSource(run.config_path, run.model_path, run.processor_path),
-        build=functools.partial(build, arguments, context),
-        make_batches=functools.partial(make_batches, arguments, context, schedule),
+        build=functools.partial(build, arguments),
+        make_batches=functools.partial(make_batches, arguments, schedule),
         loss_fn=bind_loss(arguments),
         steps=run.check.steps,
         tolerance=run.check.tolerance,
@@ -110,11 +101,10 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
         trust_remote_code=run.trust_remote_code,
         report=report,
     )
-    if context.is_main:
-        print(report, flush=True)
-        if run.output_dir:
-            print(f"saved {report.save(run.output_dir)}", flush=True)
-    return 0 if passed else 1
+    print(report, flush=True)
+    if run.output_dir:
+        print(f"saved {report.save(run.output_dir)}", flush=True)
+    return 0 if report.passed else 1
 
 
 def notes_of(arguments: CheckArguments) -> list[str]:
@@ -133,14 +123,7 @@ def notes_of(arguments: CheckArguments) -> list[str]:
     return notes
 
 
-def build(
-    arguments: CheckArguments,
-    context: DistributedContext,
-    *,
-    stage: int,
-    num_stages: int,
-    source: ModelSource,
-) -> Any:
+def build(arguments: CheckArguments, *, stage: int, num_stages: int, source: ModelSource) -> Any:
     """Build a stage as train_pp.py does; with `num_stages` of 1 the whole component."""
     from commands.train_parts import stage_builder
 
@@ -153,48 +136,36 @@ def build(
         gradient_checkpointing=run.gradient_checkpointing and num_stages == run.num_stages,
     )
     builder = stage_builder(dataclasses.replace(arguments, run=changed))
-    return builder.build(stage, num_stages=num_stages, device=context.device)
+    return builder.build(stage, num_stages=num_stages, device="cpu")
 
 
 def make_batches(
-    arguments: CheckArguments,
-    context: DistributedContext,
-    schedule: Schedule,
-    preparation: Preparation,
-    whole: WholeModel | None,
+    arguments: CheckArguments, schedule: Schedule, preparation: Preparation, whole: nn.Module
 ) -> Callable[[int], list[MicroBatch]]:
     """Return step -> its micro-batches: of the dataset, of random ids, or pictures."""
     import torch
 
-    from commands.train_data import Data, make_loader
-    from stageline.checkpoint.layout import Ranks
-    from stageline.verify.batches import drop_pixels, probe_batches, random_batches
+    from commands.train_data import Data, make_loader, without_processes
+    from stageline.verify.batches import probe_batches
 
     run, config = arguments.run, preparation.config
     if "dataset" not in arguments.parts:
         count = schedule.legal_micro_batches(LEAST_MICRO_BATCHES)
-        ranks = Ranks.of(context.pp_group)
-        has_images = 0 in schedule.stages_of(context.pp_rank)
-
-        def pictures(seed: int) -> list[MicroBatch] | None:
-            """Draw pictures and ids on rank 0, which has the tower; None: a family without."""
-            assert whole is not None
-            model = getattr(whole.model, "whole", whole.model)
-            try:
-                return probe_batches(
-                    model, "vision", torch.float32, num_micro_batches=count, seed=seed
-                )
-            except (UserError, AttributeError):
-                return None
+        has_tower = getattr(config, "vision_config", None) is not None
 
         @functools.cache
         def drawn(step: int) -> list[MicroBatch]:
-            made = None
-            if getattr(config, "vision_config", None) is not None:
-                made = ranks.on_first(lambda: pictures(run.seed + step * count))
-            if made is None:
-                return random_batches(config, num_micro_batches=count, seed=run.seed + step)
-            return made if has_images else [drop_pixels(batch) for batch in made]
+            make = functools.partial(
+                probe_batches,
+                config,
+                torch.float32,
+                num_micro_batches=count,
+                seed=run.seed + step * count,
+            )
+            if has_tower:
+                with contextlib.suppress(UserError, AttributeError):  # a family without pictures
+                    return make(tower=getattr(whole, "whole", whole))
+            return make()
 
         return drawn
 
@@ -208,7 +179,9 @@ def make_batches(
     data = Data(changed)
     if getattr(data.train, "packed", None) is not None:
         data.train = data.train.unpacked()
-    steps = iter(make_loader(changed, data, context, schedule, data.train, is_evaluation=False))
+    steps = iter(
+        make_loader(changed, data, without_processes(1), schedule, data.train, is_evaluation=False)
+    )
     made: list[list[MicroBatch]] = []
 
     def batches(step: int) -> list[MicroBatch]:

@@ -74,8 +74,7 @@ def check_exported(arguments: "CheckArguments") -> int:
     )
     print(
         f"compared with {verdict.reference} ({' and '.join(verdict.probes)}): logits differ by "
-        f"{verdict.difference:.1e} of the largest, {verdict.tolerance} is allowed; generated "
-        "tokens agree"
+        f"{verdict.difference:.1e} of the largest, {verdict.tolerance} is allowed"
     )
     for note in verdict.notes:
         print(f"note: {note}")

@@ -451,18 +451,7 @@ def show_samples(arguments: TrainArguments, data: Data, schedule: Schedule) -> N
     run = arguments.run
     if not run.preview or not is_first():
         return
-    nobody: Any = None  # the processes are not connected yet
-    first = DistributedContext(
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        num_replicas=run.dp_degree or 1,
-        dp_rank=0,
-        num_ranks=1,
-        pp_rank=0,
-        mesh=nobody,
-        device=torch.device("cpu"),
-    )
+    first = without_processes(run.dp_degree or 1)
 
     def full_length(row: int) -> int:
         encoded = data.encode(*data.train[row])
@@ -475,6 +464,22 @@ def show_samples(arguments: TrainArguments, data: Data, schedule: Schedule) -> N
         data.processor,
         count=run.preview,
         full_length=full_length if may_cut else None,
+    )
+
+
+def without_processes(num_replicas: int) -> DistributedContext:
+    """Return what the first process of a run is told, where no others are connected."""
+    nobody: Any = None
+    return DistributedContext(
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        num_replicas=num_replicas,
+        dp_rank=0,
+        num_ranks=1,
+        pp_rank=0,
+        mesh=nobody,
+        device=torch.device("cpu"),
     )
 
 

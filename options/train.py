@@ -290,7 +290,7 @@ class RunConfig(
 class CheckSettings(Options):
     """Check of a split"""
 
-    steps: int = option(3, "number of optimizer steps to compare", at_least=1)
+    steps: int = option(3, "number of batches to compare", at_least=1)
     tolerance: float | None = option(
         None,
         "largest difference, absolute and relative; default: 0, or 1e-6 where stages share a "

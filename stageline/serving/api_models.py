@@ -1,4 +1,4 @@
-"""The JSON of the API: requests, as strict as their document says, and answers.
+"""The JSON of requests, as strict as the document of the API says.
 
 A field that would change an answer and cannot be honoured has to be left out.
 """
@@ -80,9 +80,6 @@ class SamplingFields(Strict):
     stop_token_ids: Annotated[list[Size], Field(max_length=16)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Size | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: Pattern | None = None
-    guided_choice: Choices | None = None
     structured_outputs: StructuredOutputs | None = None
     # they change no answer
     user: str | None = None
@@ -236,20 +233,15 @@ ResponseFormat = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="
 Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
 
 
-class TemplateFields(Strict):
-    """Variables of the model's chat template, and where the answer begins."""
+class ChatRequest(SamplingFields):
+    """A chat to continue."""
 
+    messages: Messages
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     chat_template: None = None
-
-
-class ChatRequest(SamplingFields, TemplateFields):
-    """A chat to continue."""
-
-    messages: Messages
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -299,180 +291,3 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
-
-
-class TokenizeRequest(TemplateFields):
-    """A text or messages whose tokens are asked for."""
-
-    model: Annotated[str, Field(max_length=500)] | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(Strict):
-    """Tokens whose text is asked for."""
-
-    model: Annotated[str, Field(max_length=500)] | None = None
-    tokens: Annotated[list[Size], Field(max_length=2**20)]
-
-
-class _Exact(BaseModel):
-    """An answer: each field is there, be it null."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class ErrorObject(_Exact):
-    """Description of an error."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(_Exact):
-    """Body of each response that is not a success."""
-
-    error: ErrorObject
-
-
-class Usage(_Exact):
-    """Tokens of a request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class _Completion(_Exact):
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str | None
-    usage: Usage
-
-
-class TopLogprob(_Exact):
-    """A likely token."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatLogprob(TopLogprob):
-    """A token of the answer."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(_Exact):
-    """Log-probabilities of a whole answer."""
-
-    content: list[ChatLogprob]
-    refusal: None
-
-
-class AnswerMessage(_Exact):
-    """An answer."""
-
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    tool_calls: list[ToolCall] | None = None
-
-
-class ChatChoice(_Exact):
-    """One of the answers."""
-
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-
-
-class ChatCompletion(_Completion):
-    """The answers to a chat."""
-
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-
-
-class TextLogprobs(_Exact):
-    """Log-probabilities of a text by token; the first token of a prompt has none."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
-
-
-class TextChoice(_Exact):
-    """One of the texts."""
-
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: Literal["stop", "length"]
-
-
-class Completion(_Completion):
-    """The texts that prompts were continued with."""
-
-    object: Literal["text_completion"]
-    choices: list[TextChoice]
-
-
-class Tokens(_Exact):
-    """The tokens of a prompt."""
-
-    count: int
-    max_model_len: int | None
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class TokensText(_Exact):
-    """The text of tokens."""
-
-    prompt: str
-
-
-class Abilities(_Exact):
-    """Properties of a model for the chat page."""
-
-    takes_images: bool
-    max_length: int | None
-    max_tokens: int
-    default_max_tokens: int
-    default_temperature: float
-
-
-class ModelCard(_Exact):
-    """A model that can be asked; `parent`: the base of one with an adapter."""
-
-    id: str
-    parent: str | None
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int | None
-    stageline: Abilities
-
-
-class ModelList(_Exact):
-    """The models that can be asked."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class Health(_Exact):
-    """The engine works."""
-
-    status: Literal["ok"]
-    running: int
-    queued: int

@@ -23,7 +23,7 @@ from stageline.inference.decoding.request import Request, Sampling, Scored, Toke
 from stageline.serving.api_models import ChatRequest, CompletionRequest
 from stageline.serving.errors import ApiError, ClientGone, bad_request
 from stageline.serving.prompts import Prompt, PromptMaker
-from stageline.serving.request_queue import Metrics, RequestQueue
+from stageline.serving.request_queue import RequestQueue
 from stageline.serving.settings import ServerSettings
 
 _SEEDS = 2**63
@@ -133,8 +133,7 @@ class Service:
         self.engine = engine
         self.prompts = prompts
         self.settings = settings
-        self.metrics = Metrics(engine.stats)
-        self.queue = RequestQueue(engine, max_queue=settings.max_queue, metrics=self.metrics)
+        self.queue = RequestQueue(engine, max_queue=settings.max_queue)
         self.texts = TokenTexts(engine.processor)
         # the base and those with an adapter, by its number
         self.model_names = (settings.model_name, *settings.adapters)
@@ -143,8 +142,7 @@ class Service:
     def respond(self, write: Callable[..., Awaitable[None]], asked: Any) -> ResponseStream:
         """Return the response that `write(service, asked, stream)` writes to a request."""
         self.queue.check_open()
-        if asked.model is not None:  # only some need one
-            self.check_model(asked.model)
+        self.check_model(asked.model)
         work = functools.partial(write, self, asked)
         return ResponseStream(work, seconds=self.settings.request_seconds)
 
