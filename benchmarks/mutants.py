@@ -48,6 +48,7 @@ HEAVY = (  # what our code and tests import of others
     "uvicorn",
     "openai",
     "httpx",
+    "prometheus_client",
     "llguidance",
 )
 Result = tuple["Mutant", str, float, str]  # with fate, seconds, what is to be told

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stageline.serving.settings import ServerSettings
 
 SHELF = ("train_model", "prompt_fn")
-PACKAGES = ("fastapi", "uvicorn")
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 SECONDS_TO_END = 30.0  # in addition to --http.shutdown_seconds
 STOP_WORDS = StopWords(
     first="Nothing more is taken; answers under way may finish",

@@ -33,7 +33,7 @@ if not torch.cuda.is_available():
     for backend in (torch.cuda, torch.xpu, torch.mtia):
         backend.manual_seed_all = lambda seed: None
 
-SERVER_PACKAGES = ("fastapi", "uvicorn", "openai")
+SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "openai")
 if any(importlib.util.find_spec(name) is None for name in SERVER_PACKAGES):
     collect_ignore_glob = ["unit/test_serve_*.py", "unit/test_serving_*.py"]
 

@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import FileResponse, Response
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
@@ -79,8 +80,13 @@ def make_app(service: Service) -> FastAPI:
         stats = engine.stats()
         return {"status": "ok", "running": stats.running, "queued": stats.queued}
 
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Figures for Prometheus."""
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
     add_page(app)
-    app.add_middleware(Gate, settings=settings)
+    app.add_middleware(Gate, settings=settings, metrics=service.metrics)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
     if settings.cors_origins:
         app.add_middleware(

@@ -1,9 +1,10 @@
-"""Check each request first: its API key, and the limits of its body."""
+"""Check each request first: its API key, the limits of its body; and count it."""
 
 import asyncio
 import hmac
 import re
 import secrets
+import time
 import traceback
 
 from pydantic_core import from_json
@@ -12,31 +13,34 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stageline.serving.errors import ApiError, ClientGone, bad_request
+from stageline.serving.request_queue import Metrics
 from stageline.serving.settings import MIB, ServerSettings
 
+CLIENT_GONE = 499
 MAX_DRAINED_BYTES = 64 * MIB
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class Gate:
-    """Middleware that lets requests in and reads their bodies."""
+    """Middleware that lets requests in, reads their bodies and counts how they end."""
 
-    def __init__(self, app: ASGIApp, *, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, *, settings: ServerSettings, metrics: Metrics) -> None:
         self.app = app
         self.settings = settings
+        self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         request = Request(scope, receive)
-        is_started = False
+        status, began = CLIENT_GONE, time.monotonic()
         name = request.headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(name):
             name = f"req_{secrets.token_hex(12)}"
 
         async def noting(message: Message) -> None:
-            nonlocal is_started
+            nonlocal status
             if message["type"] == "http.response.start":
-                is_started = True
+                status = message["status"]
                 message.setdefault("headers", [])
                 MutableHeaders(scope=message)["x-request-id"] = name
             await send(message)
@@ -49,12 +53,16 @@ class Gate:
         except ApiError as error:
             await error.response()(scope, receive, noting)
         except ClientGone:
-            pass
+            status = CLIENT_GONE
         except Exception:
             traceback.print_exc()
-            if not is_started:
+            if status == CLIENT_GONE:  # nothing was sent yet
                 failure = ApiError(500, "The server failed; its log says more.", code="internal")
                 await failure.response()(scope, receive, noting)
+        finally:
+            # clients must not make up label values
+            route = getattr(scope.get("route"), "path_format", "other")
+            self.metrics.see_request(route, status, time.monotonic() - began)
 
     def _check_key(self, request: Request) -> None:
         path, keys = request.url.path, self.settings.api_keys

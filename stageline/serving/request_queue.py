@@ -1,4 +1,4 @@
-"""Pass requests from the event loop to the engine's thread, and events back.
+"""Pass requests from the event loop to the engine's thread, and events back, and count them.
 
 Requests of a client that is gone are cancelled; a place counts until the engine has freed it.
 """
@@ -7,8 +7,12 @@ import asyncio
 import contextlib
 import functools
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.request import (
@@ -22,7 +26,67 @@ from stageline.inference.decoding.request import (
 )
 from stageline.serving.errors import bad_request, of_engine, too_busy
 
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+# name in the engine's statistics -> description
+_GAUGES = {
+    "queued": "answers that wait for room in the engine",
+    "running": "answers that the engine works on",
+    "max_running": "answers that the engine can work on",
+    "num_groups": "groups of answers that are under way in the stages",
+    "cache_cells": "cells of the key-value cache that are used",
+    "max_cache_cells": "cells of the key-value cache",
+    "is_healthy": "1: the engine works",
+}
 Event = AnswerPiece | Finished | Scored | Failed
+
+
+class Metrics:
+    """The figures of one server; a registry of its own, so that servers can share a process."""
+
+    def __init__(self, stats: Callable[[], Any]) -> None:
+        self.registry = CollectorRegistry()
+        shared: dict[str, Any] = {"namespace": "stageline", "registry": self.registry}
+        self.requests = Counter("requests", "by route and status", ["route", "status"], **shared)
+        histogram: Any = functools.partial(Histogram, buckets=_SECONDS, **shared)
+        self.seconds = histogram("request_seconds", "from request to end of answer", ["route"])
+        self.first = histogram("first_token_seconds", "from being handed in to the first text")
+        self.answer = histogram("answer_seconds", "from being handed in to the end")
+        self.prompt_tokens = Counter("prompt_tokens", "tokens of answered prompts", **shared)
+        self.tokens = Counter("completion_tokens", "tokens of answers", **shared)
+        self.ends = Counter("answers", "answers by how they ended", ["reason"], **shared)
+        self._begun: set[str] = set()
+
+        def figure(name: str) -> float:
+            return float(getattr(stats(), name, 0) or 0)
+
+        for name, text in _GAUGES.items():
+            gauge = Gauge(f"engine_{name.removeprefix('is_')}", text, **shared)
+            gauge.set_function(functools.partial(figure, name))
+
+    def see(self, key: str, event: "Event", asked_at: float) -> None:
+        """Note a piece of an answer, its end, or the score of a prompt."""
+        seconds = time.monotonic() - asked_at
+        if isinstance(event, AnswerPiece):
+            if key not in self._begun:
+                self._begun.add(key)
+                self.first.observe(seconds)
+            return
+        self._begun.discard(key)
+        self.answer.observe(seconds)
+        if isinstance(event, Finished):
+            self.prompt_tokens.inc(event.prompt_tokens)
+            self.tokens.inc(event.completion_tokens)
+        word = "scored" if isinstance(event, Scored) else "failed"
+        self.ends.labels(event.reason if isinstance(event, Finished) else word).inc()
+
+    def see_request(self, route: str, status: int, seconds: float) -> None:
+        """Note the end of a request; status 499: the client was gone before the answer."""
+        self.requests.labels(route, str(status)).inc()
+        self.seconds.labels(route).observe(seconds)
+
+    def text(self) -> bytes:
+        """Return all figures in Prometheus's format."""
+        return generate_latest(self.registry)
 
 
 class RequestQueue:
@@ -33,9 +97,10 @@ class RequestQueue:
         is_closed: nothing more is taken, as the server ends.
     """
 
-    def __init__(self, engine: DecodingEngine, *, max_queue: int) -> None:
+    def __init__(self, engine: DecodingEngine, *, max_queue: int, metrics: Metrics) -> None:
         self.engine = engine
         self.max_queue = max_queue
+        self.metrics = metrics
         self.num_places = 0
         self.is_closed = False
         self._open: set[str] = set()
@@ -109,12 +174,13 @@ class Reservation:
             self.owner.engine.cancel(key)
 
     def _start(self, requests: Sequence[Request | ScoreRequest]) -> None:
+        asked_at = time.monotonic()
         for number, request in enumerate(requests):
             key = f"{request.key}-{secrets.token_hex(8)}"  # clients choose no keys
             self._num_unused -= 1
             self._open.add(key)
             self.owner._open.add(key)
-            take = functools.partial(self._take, number, key)
+            take = functools.partial(self._take, number, key, asked_at)
 
             def listen(event: Event, take: Callable[[Event], None] = take) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -126,10 +192,11 @@ class Reservation:
             except Exception as error:  # treat it as if it had failed later
                 take(Failed(key, error))
 
-    def _take(self, number: int, key: str, event: Event) -> None:
+    def _take(self, number: int, key: str, asked_at: float, event: Event) -> None:
         """Hand an event on, in the event loop."""
         if not isinstance(event, AnswerPiece):
             self._open.discard(key)
             self.owner._open.discard(key)
             self.owner.num_places -= 1
+        self.owner.metrics.see(key, event, asked_at)
         self._queue.put_nowait((number, event))

@@ -23,7 +23,7 @@ from stageline.inference.decoding.request import Request, Sampling, Scored, Toke
 from stageline.serving.api_models import ChatRequest, CompletionRequest
 from stageline.serving.errors import ApiError, ClientGone, bad_request
 from stageline.serving.prompts import Prompt, PromptMaker
-from stageline.serving.request_queue import RequestQueue
+from stageline.serving.request_queue import Metrics, RequestQueue
 from stageline.serving.settings import ServerSettings
 
 _SEEDS = 2**63
@@ -133,7 +133,8 @@ class Service:
         self.engine = engine
         self.prompts = prompts
         self.settings = settings
-        self.queue = RequestQueue(engine, max_queue=settings.max_queue)
+        self.metrics = Metrics(engine.stats)
+        self.queue = RequestQueue(engine, max_queue=settings.max_queue, metrics=self.metrics)
         self.texts = TokenTexts(engine.processor)
         # the base and those with an adapter, by its number
         self.model_names = (settings.model_name, *settings.adapters)

@@ -71,9 +71,9 @@ def probe_batches(
     """
     ends = torch.tensor(sorted(special_tokens(config)), dtype=torch.long)
     made = []
-    for index in range(num_micro_batches or len(TEXT_LENGTHS if tower is None else PICTURES)):
+    for index in range(num_micro_batches or len(PICTURES if tower else TEXT_LENGTHS)):
         own = seed + index
-        if tower is not None:
+        if tower:
             rows = PICTURES[index % len(PICTURES)]
             batch = picture_batch(config, tower, rows=rows, dtype=dtype, seed=own, longer=index)
         else:

@@ -21,7 +21,7 @@ from tests.helpers.lm_eval_results import TASKS, assert_same_results, save_task_
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # read when lm_eval is imported
     os.environ.setdefault(name, "1")
-for package in ("fastapi", "uvicorn", "aiohttp", "tenacity"):
+for package in ("fastapi", "uvicorn", "prometheus_client", "aiohttp", "tenacity"):
     pytest.importorskip(package)
 lm_eval = pytest.importorskip("lm_eval")
 

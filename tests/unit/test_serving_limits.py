@@ -88,6 +88,7 @@ def test_who_leaves_frees_the_place(is_stream):
         engine.reply = lambda _: "Well."
         answer = client.post(PATH, json=BODY).json()
         assert answer["choices"][0]["message"]["content"] == "Well."
+        assert 'status="499"' in client.get("/metrics").text
 
 
 def test_more_than_the_queue_holds_is_refused_and_the_rest_answered():
@@ -131,7 +132,7 @@ def test_little_is_kept_of_a_body_that_is_too_large(monkeypatch):
     request = Request({"type": "http", "method": "POST", "headers": []}, receive)
     settings = ServerSettings("tiny", max_body_bytes=10)
     with pytest.raises(ApiError) as caught:
-        asyncio.run(gate.Gate(None, settings=settings)._read_body(request))
+        asyncio.run(gate.Gate(None, settings=settings, metrics=None)._read_body(request))
     assert caught.value.status == 413 and sum(read) == 32
 
 
@@ -197,7 +198,7 @@ def test_keys_are_asked_of_everything_but_health():
     keys = ("first-key", "second-key")
     with serving(api_keys=keys) as (_, running, client):
         paths = [PATH, "/v1/completions", "/v1/models"]
-        paths += ["/openapi.json", "/nothing"]
+        paths += ["/metrics", "/openapi.json", "/nothing"]
         for path in paths:
             # wrong keys with a right beginning, or a right key with something behind it, too
             near = ("Bearer first-ke", "Bearer first-keY", "Bearer first-key2", "Bearer first-key,")
@@ -226,12 +227,23 @@ def test_pages_elsewhere_may_ask_only_where_that_was_said():
         assert refused.headers["access-control-allow-origin"] == "http://page.example"
 
 
-def test_health():
+def test_health_and_figures():
     with serving() as (engine, running, client):
         assert client.get("/health").json() == {"status": "ok", "running": 0, "queued": 0}
+        client.post(PATH, json=BODY)
+        client.get("/made/up/by/a/client")
+        figures = client.get("/metrics").text
+        lines = dict(line.rsplit(" ", 1) for line in figures.splitlines() if line[0] != "#")
+        assert lines[f'stageline_requests_total{{route="{PATH}",status="200"}}'] == "1.0"
+        assert lines['stageline_requests_total{route="other",status="404"}'] == "1.0"
+        assert lines['stageline_answers_total{reason="stop"}'] == "1.0"
+        assert lines["stageline_first_token_seconds_count"] == "1.0"
+        assert float(lines["stageline_completion_tokens_total"]) > 1
+        assert lines["stageline_engine_max_running"] == "2.0"
         engine.is_healthy = False
         assert told(client.get("/health"), 503)["code"] == "unhealthy"
         assert told(client.post(PATH, json=BODY), 503)["code"] == "unhealthy"
+        assert client.get("/metrics").status_code == 200
 
 
 def test_a_stop_lets_answers_finish_and_cancels_what_takes_too_long():

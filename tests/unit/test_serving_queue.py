@@ -10,7 +10,7 @@ import pytest
 from stageline.inference.decoding.request import AnswerPiece, Finished
 from stageline.serving.answers import _choice
 from stageline.serving.errors import ApiError
-from stageline.serving.request_queue import RequestQueue
+from stageline.serving.request_queue import Metrics, RequestQueue
 from stageline.serving.tool_calls import ToolReader
 
 
@@ -45,7 +45,7 @@ def finished(text="", **changes):
 
 
 def queue_of(engine, *, max_queue=1):
-    return RequestQueue(engine, max_queue=max_queue)
+    return RequestQueue(engine, max_queue=max_queue, metrics=Metrics(engine.stats))
 
 
 def test_as_many_answers_as_there_is_room_for():
@@ -65,7 +65,7 @@ def test_as_many_answers_as_there_is_room_for():
     asyncio.run(run())
 
 
-def test_all_events_of_all_requests_come():
+def test_all_events_of_all_requests_come_and_are_counted():
     pieces = AnswerPiece("a", "ye", (1,)), AnswerPiece("a", "s", (2, 3))
 
     async def run():
@@ -75,11 +75,15 @@ def test_all_events_of_all_requests_come():
             found = [event async for event in place.events([Asked("a"), Asked("b")])]
             assert queue.num_places == 1
         assert queue.num_places == 0 and engine.cancelled == []
-        return found
+        return found, queue.metrics.text().decode()
 
-    found = asyncio.run(run())
+    found, figures = asyncio.run(run())
     for number in (0, 1):
         assert [event for one, event in found if one == number] == [*pieces, finished("yes")]
+    lines = dict(line.rsplit(" ", 1) for line in figures.splitlines() if line[0] != "#")
+    assert lines["stageline_prompt_tokens_total"] == "14.0"
+    assert lines["stageline_completion_tokens_total"] == "6.0"
+    assert lines["stageline_first_token_seconds_count"] == "2.0"
 
 
 def test_who_leaves_before_the_end_is_cancelled_and_a_refusal_is_an_event():
