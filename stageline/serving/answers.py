@@ -1,5 +1,6 @@
 """The answers to chats, and the texts that continue prompts: whole or as streams."""
 
+import functools
 import math
 import secrets
 import time
@@ -304,3 +305,36 @@ class _Writer:
         if self.has_usage:
             await self.out.event({**self.head, "choices": [], "usage": usage})
         await self.out.end_stream()
+
+
+async def answer_tokenize(
+    service: Service, asked: api.TokenizeRequest, out: ResponseStream
+) -> None:
+    """Tell the tokens of a prompt, or raise an ApiError."""
+    if (asked.prompt is None) == (asked.messages is None):
+        raise bad_request("Give either prompt or messages.", "prompt")
+    prompts, given = service.prompts, asked.model_dump(exclude_none=True)
+    if asked.prompt is not None:
+        is_whole = asked.add_special_tokens is False
+        making = functools.partial(prompts.of_text, asked.prompt, is_whole=is_whole)
+    else:
+        if asked.add_special_tokens:
+            message = "add_special_tokens requires prompt; templates write their first tokens."
+            raise bad_request(message, "add_special_tokens")
+        messages, tools = given["messages"], shown_tools(given)
+        making = functools.partial(prompts.of_messages, messages, tools=tools, asked=given)
+    ids = (await service.in_thread(making))["input_ids"][0].tolist()
+    told = {"count": len(ids), "max_model_len": service.engine.max_length, "tokens": ids}
+    texts = prompts.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+    await out.whole({**told, "token_strs": texts})
+
+
+async def answer_detokenize(
+    service: Service, asked: api.DetokenizeRequest, out: ResponseStream
+) -> None:
+    """Tell the text of tokens, special ones too, or raise an ApiError."""
+    largest, num_ids = max(asked.tokens, default=0), service.prompts.num_ids
+    if largest >= num_ids:
+        raise bad_request(f"tokens has the id {largest}; the model has {num_ids}.", "tokens")
+    decode = service.prompts.tokenizer.decode
+    await out.whole({"prompt": await service.in_thread(decode, asked.tokens)})

@@ -80,6 +80,9 @@ class SamplingFields(Strict):
     stop_token_ids: Annotated[list[Size], Field(max_length=16)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Size | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
     structured_outputs: StructuredOutputs | None = None
     # they change no answer
     user: str | None = None
@@ -233,15 +236,20 @@ ResponseFormat = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="
 Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
 
 
-class ChatRequest(SamplingFields):
-    """A chat to continue."""
+class TemplateFields(Strict):
+    """Variables of the model's chat template, and where the answer begins."""
 
-    messages: Messages
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     chat_template: None = None
+
+
+class ChatRequest(SamplingFields, TemplateFields):
+    """A chat to continue."""
+
+    messages: Messages
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -291,3 +299,20 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
+
+
+class TokenizeRequest(TemplateFields):
+    """A text or messages whose tokens are asked for."""
+
+    model: Annotated[str, Field(max_length=500)] | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """Tokens whose text is asked for."""
+
+    model: Annotated[str, Field(max_length=500)] | None = None
+    tokens: Annotated[list[Size], Field(max_length=2**20)]

@@ -43,6 +43,16 @@ def make_app(service: Service) -> FastAPI:
         """Continue texts, as OpenAI's API does."""
         return service.respond(answers.answer_completion, asked)
 
+    @app.post("/tokenize")
+    async def tokenize(asked: api.TokenizeRequest) -> ResponseStream:
+        """The tokens of a text or of messages, vLLM's way."""
+        return service.respond(answers.answer_tokenize, asked)
+
+    @app.post("/detokenize")
+    async def detokenize(asked: api.DetokenizeRequest) -> ResponseStream:
+        """The text of tokens, vLLM's way."""
+        return service.respond(answers.answer_detokenize, asked)
+
     abilities = {
         "takes_images": service.prompts.takes_images,
         "max_length": engine.max_length,

@@ -196,10 +196,10 @@ class PromptMaker:
                 )
         return given
 
-    def of_text(self, text: str) -> Prompt:
-        """Return the prompt of a text, behind the tokenizer's first tokens."""
+    def of_text(self, text: str, *, is_whole: bool = False) -> Prompt:
+        """Return the prompt of a text; unless it is whole it gets the tokenizer's first tokens."""
         self._check_size(len(text), "prompt")
-        rendered = Rendered((Piece(text, is_user=True),), for_generation=True)
+        rendered = Rendered((Piece(text, is_user=True),), is_chat=is_whole, for_generation=True)
         try:
             prompt = encode_prompts([rendered], [None], processor=self.processor)
         except UserError as error:

@@ -143,7 +143,8 @@ class Service:
     def respond(self, write: Callable[..., Awaitable[None]], asked: Any) -> ResponseStream:
         """Return the response that `write(service, asked, stream)` writes to a request."""
         self.queue.check_open()
-        self.check_model(asked.model)
+        if asked.model is not None:  # only some need one
+            self.check_model(asked.model)
         work = functools.partial(write, self, asked)
         return ResponseStream(work, seconds=self.settings.request_seconds)
 

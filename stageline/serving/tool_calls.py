@@ -227,13 +227,15 @@ _GUIDED: dict[str, Callable[[Any], Grammar]] = {
 
 def guided_form(asked: SamplingFields, matchers: Matchers) -> Grammar | None:
     """Return the form of an answer's text by OpenAI's or vLLM's fields, or raise an ApiError."""
-    inner = asked.structured_outputs
     # name of the field, how its grammar is made
-    forms: list[tuple[str, Callable[[], Grammar]]] = [
-        (f"structured_outputs.{kind}", functools.partial(_GUIDED[kind], value))
-        for kind, value in (inner.model_dump(by_alias=True) if inner else {}).items()
-        if value is not None
-    ]
+    forms: list[tuple[str, Callable[[], Grammar]]] = []
+    inner = asked.structured_outputs
+    fields = {f"guided_{kind}": (kind, getattr(asked, f"guided_{kind}", None)) for kind in _GUIDED}
+    for kind, value in (inner.model_dump(by_alias=True) if inner else {}).items():
+        fields[f"structured_outputs.{kind}"] = (kind, value)
+    for field, (kind, value) in fields.items():
+        if value is not None:
+            forms.append((field, functools.partial(_GUIDED[kind], value)))
     form = asked.response_format if isinstance(asked, ChatRequest) else None
     if form is not None and form.type == "json_object":
         forms.append(("response_format", lambda: JSON_OBJECT))

@@ -149,7 +149,10 @@ def filled(metas):
 def test_the_estimate_has_exact_weights_and_fair_activations(tmp_path):
     outline = outline_of(maker("llama", tmp_path, config=wide_config("llama")))
     batch = workload("llama")
-    measured, rough = measure(outline, batch), estimate(outline, shape=tuple(batch.batch["input_ids"].shape))
+    measured, rough = (
+        measure(outline, batch),
+        estimate(outline, shape=tuple(batch.batch["input_ids"].shape)),
+    )
     for split in ([2, 2], [1, 3]):
         for a, b in zip(measured.stages(split), rough.stages(split), strict=True):
             assert (a.weights, a.gradients) == (b.weights, b.gradients)

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import httpx
 import openai
 import pytest
 import torch
@@ -172,11 +173,38 @@ def test_effort_is_refused_where_the_template_has_none():
         assert "twice" in refused(client, "chat_template_kwargs", **twice)
 
 
-def test_a_text_begins_with_the_tokenizers_first_token():
-    tokenizer, text = format_tokenizer("llama2"), "Is it so? É"
+def post(client, path, status=200, **body):
+    """Post to a route that OpenAI's client has no method for."""
+    url = str(client.base_url).removesuffix("v1/") + path
+    response = httpx.post(url, json=body, headers={"Authorization": f"Bearer {client.api_key}"})
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def test_tokens_of_texts_and_messages():
+    tokenizer = format_tokenizer("llama2")  # it gives texts a first token
+    template = tokenizer.apply_chat_template
+    text = "Is it so? É"
     with asking(tokenizer) as (client, engine):
+        told = post(client, "tokenize", model="tiny", prompt=text, return_token_strs=True)
+        ids = tokenizer.encode(text)
+        assert told == {"count": len(ids), "max_model_len": engine.max_length, "tokens": ids,
+                        "token_strs": tokenizer.convert_ids_to_tokens(ids)}  # fmt: skip
+        bare = post(client, "tokenize", prompt=text, add_special_tokens=False)
+        assert bare["tokens"] == ids[1:] and bare["token_strs"] is None
+        assert post(client, "tokenize", 400, prompt="", add_special_tokens=False)
+        asked_of = engine.asked
         client.completions.create(model="tiny", prompt=text)
-        assert engine.asked[-1].prompt["input_ids"][0].tolist() == tokenizer.encode(text)
+        assert asked_of[-1].prompt["input_ids"][0].tolist() == ids
+        for messages, body in ((HELLO, {}), (BEGUN["plain"], {"continue_final_message": True})):
+            told = post(client, "tokenize", messages=messages, **body)["tokens"]
+            assert told == template(messages, return_dict=False, **body)
+            assert post(client, "tokenize", 400, messages=messages, add_special_tokens=True)
+        assert post(client, "detokenize", tokens=ids) == {"prompt": tokenizer.decode(ids)}
+        assert tokenizer.bos_token in tokenizer.decode(ids)
+        assert post(client, "detokenize", tokens=[]) == {"prompt": ""}
+        assert "<s>" not in post(client, "tokenize", prompt="<s>", return_token_strs=True)[
+            "token_strs"][1:]  # fmt: skip
 
 
 def test_a_message_that_the_template_leaves_out_is_not_gone_on_with():

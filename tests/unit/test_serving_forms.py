@@ -269,24 +269,27 @@ FORMS = {
 @pytest.mark.parametrize("kind", FORMS)
 def test_forms_as_vllm_spells_them(client, kind):
     value, is_right = FORMS[kind]
-    body = {"structured_outputs": {kind: value}}
+    bodies = [{"structured_outputs": {kind: value}}]
+    if kind != "json_object":
+        bodies.append({f"guided_{kind}": value})
     bias = {str(i): 12 for i in ids_of("}", '"')} if kind == "json_object" else {}
     options = {"max_tokens": 1500, "temperature": 1.5, "seed": 5, "logit_bias": bias}
-    choices = ask(client, n=2, extra_body=body, **options).choices
-    texts = [choice.message.content for choice in choices]
-    more = client.completions.create(model="tiny", prompt="Hi", extra_body=body, **options)
-    texts += [choice.text for choice in more.choices]
-    assert all(is_right(text) for text in texts), texts
+    for body in bodies:
+        choices = ask(client, n=2, extra_body=body, **options).choices
+        texts = [choice.message.content for choice in choices]
+        more = client.completions.create(model="tiny", prompt="Hi", extra_body=body, **options)
+        texts += [choice.text for choice in more.choices]
+        assert all(is_right(text) for text in texts), texts
 
 
 @pytest.mark.parametrize(
     ("param", "body"),
     [
-        ("structured_outputs.json", {"structured_outputs": {"json": PAIR}, **as_json(PAIR)}),
-        ("structured_outputs.json", {"structured_outputs": {"json": "{"}}),
+        ("guided_json", {"guided_json": PAIR, **as_json(PAIR)}),
+        ("guided_json", {"guided_json": "{"}),
         ("structured_outputs", {"structured_outputs": {}}),
         ("structured_outputs.regex", {"structured_outputs": {"regex": "a", "choice": ["a"]}}),
-        ("min_tokens", {"structured_outputs": {"regex": "a+"}, "min_tokens": 3}),
+        ("min_tokens", {"guided_regex": "a+", "min_tokens": 3}),
     ],
 )
 def test_forms_that_cannot_be_are_refused(client, param, body):

@@ -197,7 +197,7 @@ def test_a_server_without_a_key_answers_names_of_this_machine_alone():
 def test_keys_are_asked_of_everything_but_health():
     keys = ("first-key", "second-key")
     with serving(api_keys=keys) as (_, running, client):
-        paths = [PATH, "/v1/completions", "/v1/models"]
+        paths = [PATH, "/v1/completions", "/v1/models", "/tokenize", "/detokenize"]
         paths += ["/metrics", "/openapi.json", "/nothing"]
         for path in paths:
             # wrong keys with a right beginning, or a right key with something behind it, too
