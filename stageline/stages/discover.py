@@ -210,21 +210,19 @@ def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
         type(getattr(whole.config, n, None)) for n in whole.config.sub_configs if "vision" in n
     }
     for name, one in models if tower else ():
-        if type(one.config) in kinds and not any(_is_in(name, o) for o in (tower, *beside_tower)):
+        if type(one.config) in kinds and not any(is_in(name, o) for o in (tower, *beside_tower)):
             beside_tower.append(name)
     steps = plan.layers.split(".")
     ancestors = [".".join(steps[:count]) for count in range(1, len(steps))]
     # the outermost that holds the layers, and neither head nor what makes embeddings of pictures
     text_model = next(
-        (path for path in ancestors if not any(_is_in(one, path) for one in (head, tower) if one)),
+        (path for path in ancestors if not any(is_in(one, path) for one in (head, tower) if one)),
         plan.layers,
     )
     known = (text_model, tower, head, names.get(id(whole.get_input_embeddings()), ""))
     rest = [path for path in _outermost(whole, known) if path]
     places = {
-        path: set[int]().union(
-            *(where for name, where in plan.owners.items() if _is_in(name, path))
-        )
+        path: set[int]().union(*(where for name, where in plan.owners.items() if is_in(name, path)))
         for path in rest
     }
     behind = tuple(path for path in rest if places[path] == {plan.size})
@@ -240,11 +238,11 @@ def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
         beside_projector=tuple(projectors[1:]),
         behind=behind,
         beside_tower=tuple(beside_tower),
-        beside_text=() if _is_in(known[-1], text_model) else known[-1:],
+        beside_text=() if is_in(known[-1], text_model) else known[-1:],
     )
 
 
-def _is_in(path: str, parent: str) -> bool:
+def is_in(path: str, parent: str) -> bool:
     return path == parent or path.startswith(parent + ".")
 
 
@@ -258,7 +256,7 @@ def _outermost(whole: nn.Module, known: tuple[str, ...]) -> list[str]:
             here = prefix + name
             if here in known or next(child.parameters(), None) is None:
                 continue
-            if any(_is_in(one, here) for one in known if one):
+            if any(is_in(one, here) for one in known if one):
                 visit(child, here)
             elif not isinstance(child, PreTrainedModel):  # an audio tower, say
                 found.append(here)
@@ -281,9 +279,9 @@ def _mergers(whole: PreTrainedModel, plan: SplitPlan, tower: str) -> list[str]:
     is_begun, found = False, list[str]()
     for name, last in plan.seen.items():
         is_begun = is_begun or name.startswith(f"{tower}.{blocks}.")
-        is_outside = name.startswith(tower + ".") and not _is_in(name, f"{tower}.{blocks}")
+        is_outside = name.startswith(tower + ".") and not is_in(name, f"{tower}.{blocks}")
         if not (is_begun and is_outside and last == width) or any(
-            _is_in(name, one) for one in found
+            is_in(name, one) for one in found
         ):
             continue
         if any(weight.ndim > 1 for weight in whole.get_submodule(name).parameters()):
