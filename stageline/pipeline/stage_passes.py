@@ -120,9 +120,9 @@ def check_border(
     found = [(tuple(value.shape), value.dtype) for value in came]
     wanted = [(tuple(value.shape), value.dtype) for value in expected]
     if found != wanted:
-        came = f"made {found} of micro-batch {index}, stage {model.stage + 1} expects {wanted}"
+        made = f"made {found} of micro-batch {index}, stage {model.stage + 1} expects {wanted}"
         cure = "correct get_example_input, extras included; in half precision it has self.dtype"
-        raise _of_stage(model, came, cure)
+        raise _of_stage(model, made, cure)
 
 
 def _of_stage(model: Any, came: str, cure: str) -> UserError:

@@ -24,12 +24,12 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class PictureOrder:
-    """The number of example pictures, with their pixels and device."""
+    """How many example pictures each row has, what makes pixels of a shape, and the device."""
 
-    config: PretrainedConfig  # of the whole model
-    rows: Sequence[int]  # pictures of each row
-    fill: Callable[..., torch.Tensor]  # shape -> pixels
-    device: torch.device  # of the integers
+    config: PretrainedConfig
+    rows: Sequence[int]
+    fill: Callable[..., torch.Tensor]
+    device: torch.device
 
     @property
     def vision(self) -> PretrainedConfig:

@@ -64,17 +64,22 @@ class TracedCall:
 
 
 class ForwardTrace(TorchDispatchMode):
-    """Watches all operators and modules of one forward pass."""
+    """Watches all operators and modules of one forward pass.
+
+    Attributes:
+        weight_reads: id of a weight's storage -> times at which its values were read.
+        reads: (time, storage, operator) of each read of a tainted tensor that is not a weight.
+        last_read, born: storage -> when its values were read last, tainted or not; and written.
+    """
 
     def __init__(self, whole: nn.Module) -> None:
         super().__init__()
         self.now = 0
-        self.calls: dict[str, list[TracedCall]] = {}  # of every module by its name, in their order
-        self.weight_reads: dict[int, list[int]] = {}  # storage -> times its values were read
-        # (time, storage, operator) of each read of a tainted tensor that is not a weight
+        self.calls: dict[str, list[TracedCall]] = {}
+        self.weight_reads: dict[int, list[int]] = {}
         self.reads: list[tuple[int, int, str]] = []
-        self.last_read: dict[int, int] = {}  # storage -> when its values were read last
-        self.born: dict[int, int] = {}  # storage -> when it was written last
+        self.last_read: dict[int, int] = {}
+        self.born: dict[int, int] = {}
         self._weights = {storage_of(weight) for weight in whole.parameters()}
         self._tainted = set(self._weights)
         self._kept: list[Any] = []  # a storage that is freed would give its address to another
