@@ -229,6 +229,7 @@ def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
 
 
 def is_in(path: str, parent: str) -> bool:
+    """Whether a path is that of a module or inside of it."""
     return path == parent or path.startswith(parent + ".")
 
 

@@ -24,7 +24,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class PictureOrder:
-    """How many example pictures each row has, what makes pixels of a shape, and the device."""
+    """The number of example pictures of each row, with their pixels and device."""
 
     config: PretrainedConfig
     rows: Sequence[int]
