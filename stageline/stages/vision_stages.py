@@ -340,14 +340,15 @@ class VisionStages(CausalLMStage):
 
     def prune(self, whole: PreTrainedModel) -> None:
         if not self.vision_stages:
-            return super().prune(whole)
+            super().prune(whole)
+            return
         tower = whole.get_submodule(self.paths.vision_tower)
         self.blocks = tower_blocks(tower, self.config)
         names = [name for name, _ in tower.named_children()]
         self.before_blocks = names[: names.index(self.blocks.partition(".")[0])]
         super().prune(whole)
         if not self.is_tower:
-            return None
+            return
         blocks, own = cast(nn.ModuleList, tower.get_submodule(self.blocks)), self.tower_layers
         for index, block in enumerate(blocks):
             if index < own.start:
