@@ -256,7 +256,7 @@ def answer_samples(
         save_config(arguments, folder / "config.yaml")
         merge_shards(path)  # a killed run leaves shards behind
         replicas.tell("merged")
-    replicas.wait_for_main("merged")
+    replicas.wait_for([0], "merged")
     file, outcome = PredictionFile(path, settings_key=key), Outcome()
     samples = {row: dataset[row][1] for row in rows}
     check_same_samples(file.records, list(samples.values()), path=file.path)
@@ -284,7 +284,7 @@ def answer_samples(
     if missing and several:
         replicas.tell("answered")
         if replicas.is_main:
-            replicas.wait_for_all("answered")
+            replicas.wait_for(range(replicas.count), "answered")
             merge_shards(path)
             file = PredictionFile(path, settings_key=key)
             left = [one for row in missing if (one := str(samples[row]["id"])) not in file.records]

@@ -307,7 +307,7 @@ def pack(arguments: CorpusArguments) -> None:
 def stats(arguments: CorpusArguments) -> None:
     """Print the figures of a corpus, and draw the lengths of its segments in some dozen bars."""
     from stageline.corpus import pack
-    from stageline.plotting.figures import corpus_figure
+    from stageline.plotting.figures import lengths_figure
     from stageline.plotting.pictures import save_figure
 
     run = arguments.run
@@ -315,18 +315,11 @@ def stats(arguments: CorpusArguments) -> None:
     limit, whole = figures.seq_length, figures.whole
     width = -(-limit // NUM_BARS)
     borders = list(range(1, limit + width + 1, width))
-    figure = corpus_figure(
-        {
-            kind.name: (
-                borders,
-                [int(kind.histogram[low : low + width].sum()) for low in borders[:-1]],
-            )
-            for kind in figures.types
-        },
-        padding={name: whole.padding[way] for way, (name, _) in WAYS.items()},
-        tokens={kind.name: kind.num_tokens for kind in figures.types},
-        title=Path(figures.prefix).name,
-    )
+    histograms = {
+        kind.name: [int(kind.histogram[low : low + width].sum()) for low in borders[:-1]]
+        for kind in figures.types
+    }
+    figure = lengths_figure(histograms, borders)
     picture = run.plot_path or f"{run.read_path_prefix}.stats.png"
     save_figure(figure, Path(picture), dpi=110)
     if run.json:

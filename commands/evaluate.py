@@ -49,8 +49,9 @@ def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
     """Compute the metric from the file; write report.json, report.md and the pictures."""
     from commands.answer_run import ENGINE_FILE
     from stageline.evaluation import report as reports
-    from stageline.evaluation.figures import format_usage, usage_of
+    from stageline.evaluation.figures import usage_of
     from stageline.plotting.pictures import plot_groups
+    from stageline.tables import format_table, markdown_table
 
     # figures
     run, metric = arguments.run, arguments.parts["metric"]
@@ -63,7 +64,7 @@ def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
     figures = metric.part(predictions, samples, **metric.kwargs)
     if usage := usage_of(predictions):
         figures["usage"] = usage
-        print(format_usage(usage))
+        print(", ".join(f"{name} {value}" for name, value in usage.items()))
 
     # the report names the model, the data and the date
     place = run.model_path or ""  # an API has no folder
@@ -104,8 +105,9 @@ def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
             lower_is_better=bool(figures.get("lower_is_better")),
         )
         report["comparison"] = {"with": run.compare_with, **compared}
-        shown.append(reports.format_comparison(compared))
-        pages.append(reports.comparison_markdown(report["comparison"]))
+        table = reports.comparison_table(compared)
+        shown.append(format_table(table))
+        pages.append(f"## Compared with {run.compare_with}\n\n{markdown_table(table)}\n")
     if others := reports.format_figures(figures):
         shown.append(others)
     reports.write_report(report, folder / "report.json")
@@ -122,7 +124,7 @@ def draw(
 ) -> None:
     """Draw some samples with their predictions; wrong ones first, since they teach most."""
     from stageline.evaluation.report import is_graded
-    from stageline.plotting.pictures import caption, plot_predictions, shown, wrong_first
+    from stageline.plotting.pictures import caption, plot_predictions, shown
 
     scores, has_grades = figures["per_sample"], is_graded(figures)
     order = sorted(range(len(pairs)), key=lambda index: scores[index])[:NUM_PICTURES]
@@ -134,7 +136,7 @@ def draw(
         titles.append(caption(question, predictions[index]["prediction"], answer))
         ids.append(str(sample["id"]))
     correct = [None if has_grades else scores[index] > 0.5 for index in order]
-    summary = wrong_first(sum(score <= 0.5 for score in scores), len(scores), len(order))
-    if has_grades:
-        summary = f"{len(scores)} samples, those of the lowest scores first"
+    summary = f"{len(order)} of {len(scores)} samples, the lowest scores first"
+    if not has_grades:
+        summary += f"; {sum(score <= 0.5 for score in scores)} of all are wrong"
     plot_predictions(images, titles, correct, path, ids=ids, summary=summary)
