@@ -25,12 +25,9 @@ from options.command_line import (
     command_words,
     convert,
     drop_rivals,
-    gathered,
     needs_value,
-    old_names,
     read_config,
     read_words,
-    unfolded,
 )
 from options.fields import (
     OptionError,
@@ -245,12 +242,7 @@ def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
 
 def parse_export_args(argv: Sequence[str] | None = None) -> Arguments[export.ExportConfig]:
     """Read the options of an export; raises as `parse_train_args` does."""
-    words = command_words(argv)
-    gone = {spelled(name): why for name, why in old_names("gone_from_export").items()}
-    for word in words:
-        if why := gone.get(word.partition("=")[0]):
-            raise OptionError(f"{word}: there is no such option any more. {why}")
-    arguments = read_arguments(words, export.ExportConfig, keys={})
+    arguments = read_arguments(argv, export.ExportConfig, keys={})
     export.shard_bytes(arguments.run)
     return arguments
 
@@ -309,28 +301,28 @@ def read_arguments(
     """
     # words and files: name -> what was given
     settable = option_fields(config_class)
-    given = read_words(command_words(argv))
+    typed = read_words(command_words(argv), settable)
     files: list[Given] = []  # in front, so that the command line wins
-    for item in given:
+    for item in typed:
         if item.name == "config":
             if not item.values:
                 raise OptionError(needs_value(item, "the path of a YAML file"))
             for path in item.values:
                 files += read_config(path, settable)
-    given = unfolded([*files, *given], settable)
+    given = [*files, *typed]
+    options = by_name(given, repeated)
     if callable(keys):
-        keys = keys(by_name(given))
+        keys = keys(options)
     imports = list(
         dict.fromkeys(one for item in given if item.name == "import" for one in item.values)
     )
     import_parts(imports)
     # options of a register under its name, however it is spelled
     registers = {_spelled(name): name for name in keys}
-    options = {}
-    for name, item in (by_name(given) | gathered(given, repeated)).items():
+    for name in list(options):
         head, dot, tail = name.partition(".")
-        options[registers.get(head, head) + dot + tail] = item
-    items = settable.values()
+        if head in registers:
+            options[registers[head] + dot + tail] = options.pop(name)
     drop_rivals(options, FOLLOWING)
     if "list" in options:
         _print_and_stop(list_parts())
@@ -356,12 +348,13 @@ def read_arguments(
     settings = {
         name: item for name, item in options.items() if name not in keys and name not in SPECIAL
     }
-    typed = [item for item in items if item.name in settings]
-    parser = _build_parser([("", typed)], chosen, listed=listed)
+    set_here = [item for item in settable.values() if item.name in settings]
+    parser = _build_parser([("", set_here)], chosen, listed=listed)
     known = [*settable, *map(_spelled, keys), *SPECIAL]
     values = convert(parser, settings, also_known=known)
-    typed_values = {item.name: expanded(item, values[item.name]) for item in typed}
-    run = replaced(config_class(), typed_values)
+    run = replaced(
+        config_class(), {item.name: expanded(item, values[item.name]) for item in set_here}
+    )
     parts = {name: chosen_part(name, key, values.get(name) or {}) for name, key in chosen.items()}
     check_limits(run)
     check_together(run)

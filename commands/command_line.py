@@ -5,7 +5,6 @@ exit codes are the command's; this file knows none of its options, and loads nei
 command to list what there is.
 """
 
-import difflib
 import importlib
 import importlib.metadata
 import os
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from register import did_you_mean
 from stageline.errors import INTERRUPTED, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,11 +126,9 @@ def find_command(name: str) -> Command:
             f"`stageline {name}` is `python {MOVED[name]}` now. Its options are the same."
         )
     known = [*COMMANDS, ENVIRONMENT]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise UserError(
-        f"{name!r} is not a command of stageline.{hint} Begin with one of {', '.join(known)}; "
-        "`stageline --help` has a line on each."
+        f"{name!r} is not a command of stageline.{did_you_mean(name, known, str)} Begin with one "
+        f"of {', '.join(known)}; `stageline --help` has a line on each."
     )
 
 

@@ -1,6 +1,5 @@
 """Options of corpus.py, one class per action."""
 
-import difflib
 import functools
 from dataclasses import fields
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Literal
 from options.command_line import by_name, read_config, read_words
 from options.data import CorpusRunOptions
 from options.fields import OptionError, Options, option, spelled
+from register import did_you_mean
 
 PREFIX = "path of a corpus without suffix (.bin, .idx ...)"
 TOKENIZER = "tokenizer: a folder, tokenizer.json or hub name (owner/name[@revision])"
@@ -209,11 +209,9 @@ def overview() -> str:
 
 def no_action(name: str) -> str:
     """Return the error of a word that is not an action."""
-    near = difflib.get_close_matches(name, ACTIONS, n=2, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
     return (
-        f"{name!r} is not an action of corpus.py.{hint} Begin with one of {', '.join(ACTIONS)}; "
-        "`corpus.py --help` has a line on each."
+        f"{name!r} is not an action of corpus.py.{did_you_mean(name, ACTIONS, str)} Begin with one "
+        f"of {', '.join(ACTIONS)}; `corpus.py --help` has a line on each."
     )
 
 
