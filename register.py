@@ -26,10 +26,10 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, dataclass_transform
 
 ROOT = Path(__file__).resolve().parent
 SHELF = (
@@ -66,8 +66,13 @@ class UnknownKeyError(RegisterError, KeyError):
     """A key that a register does not hold. A `KeyError` too, so that `get()` and `pop()` work."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Facts:
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class _FrozenClass:
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
+class Facts(_FrozenClass):
     """Facts of a component that a run needs in addition to its signature."""
 
     without_effect: tuple[str, ...] = ()  # options that change no result, only speed or place
@@ -75,35 +80,29 @@ class Facts:
     default_keys: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelFacts(Facts):
     for_generation: bool = True  # False: the whole text is rendered, with its end
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainModelFacts(Facts):
     gives_scores: bool = False  # a score for each token in place of logits
     model_types: tuple[str, ...] = ()  # accepted model_type values; empty: any
 
 
-@dataclass(frozen=True, kw_only=True)
 class BuilderFacts(Facts):
     plan: Callable[..., str] | None = None  # (the part's arguments) -> what --plan prints
 
 
-@dataclass(frozen=True, kw_only=True)
 class PromptFnFacts(Facts):
     prepare: Callable[..., object] | None = None  # (processor, **own options), before any row
 
 
-@dataclass(frozen=True, kw_only=True)
 class CollateFacts(Facts):
     needs_groups: bool = False  # the samples of a group are compared
     takes_tokens: bool = False  # samples may be token ids in place of text
     gives_prompts: bool = False  # rows end where an answer begins
 
 
-@dataclass(frozen=True, kw_only=True)
 class LossFacts(Facts):
     # argument -> function of a micro-batch, summed over the whole batch
     counts: Mapping[str, Callable[..., int]] = field(default_factory=dict)
@@ -119,28 +118,23 @@ class LossFacts(Facts):
     samples_answers: bool = False  # the model answers before each step, for rewards
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardFacts(Facts):
     takes_lots: bool = False  # it need not see all answers of a step together
     is_dear: bool = False  # a check does not call it
 
 
-@dataclass(frozen=True, kw_only=True)
 class OptimizerFacts(Facts):
     needs_whole: bool = False  # it needs whole matrices, so --dp-shard is refused
 
 
-@dataclass(frozen=True, kw_only=True)
 class EngineFacts(Facts):
     topology: Callable[..., Any] | None = None  # the options -> its stages and ranks
 
 
-@dataclass(frozen=True, kw_only=True)
 class DocumentFacts(Facts):
     columns_of: Callable[..., list[str]] | None = None  # own options -> the fields read of a row
 
 
-@dataclass(frozen=True, kw_only=True)
 class SplitterFacts(Facts):
     splits_sentences: bool = True  # False: it is not called, pieces can be near-equal
 
@@ -161,42 +155,28 @@ class Entry:
     facts: Any
 
 
+@dataclass(eq=False, repr=False)
 class Register(MutableMapping[str, Any]):
     """Maps keys to parts. Refuses a key that is taken, and knows where each part was registered.
 
     `data` holds an `Entry` for each key; `register[key]` is the part itself.
-
-    Args:
-        name: what the parts are called, `loss_fn`; also names the option, `--loss-fn`.
-        holds: one line saying what a part does; shown by `--list`.
-        contract: how the run calls a part: `part(rows, *, path, [step], **own)`, arguments in
-            brackets where it takes them. The options that go to it by name may be left out.
-        part_type: `callable`, or the type that each part has.
-        option: the option that takes a key, where it is not the name.
-        facts: the class of what a run has to know of a part.
-        takes_several: the option takes several keys, a,b, and options are those of one of them.
     """
 
-    def __init__(
-        self,
-        name: str,
-        holds: str = "",
-        contract: str = "part()",
-        *,
-        part_type: Any = callable,
-        option: str | None = None,
-        facts: type[Facts] = Facts,
-        takes_several: bool = False,
-    ) -> None:
-        self.data: dict[str, Entry] = {}
-        self.name = name
-        self.holds = holds
-        self.contract = contract
-        self.part_type = part_type
-        self.option = option or "--" + name.replace("_", "-")
-        self.facts = facts
-        self.takes_several = takes_several
-        self.is_frozen = False
+    name: str  # what the parts are called, `loss_fn`; also names the option, `--loss-fn`
+    holds: str = ""  # one line saying what a part does; shown by `--list`
+    # how the run calls a part, `part(rows, *, path, [step], **own)`: arguments in brackets where
+    # it takes them; options of the run that go to it by name may be left out
+    contract: str = "part()"
+    _: KW_ONLY
+    part_type: Any = callable  # or the type that each part has
+    option: str = ""  # the option that takes a key, where it is not the name
+    facts: type[Facts] = Facts  # the class of what a run has to know of a part
+    takes_several: bool = False  # the option takes a,b, and options are those of one of them
+    data: dict[str, Entry] = field(default_factory=dict)
+    is_frozen: bool = False
+
+    def __post_init__(self) -> None:
+        self.option = self.option or "--" + self.name.replace("_", "-")
 
     def __call__(self, *keys: str, replace: bool = False, **facts: Any) -> Callable:
         """Decorate a function or class to register it under one or more keys, unchanged."""
@@ -437,14 +417,7 @@ def freeze_registers() -> None:
 
 
 def import_shelf(*names: str) -> None:
-    """Import shelf modules, and make sure that they are the ones next to this file.
-
-    Args:
-        names: some of `SHELF`; all of them when none is given.
-
-    Raises:
-        RegisterError: an installed package has taken the name, or the file is missing.
-    """
+    """Import modules of `SHELF`, by default all, which must be the ones next to this file."""
     for name in names or SHELF:
         spec = importlib.util.find_spec(name)  # no import: an unknown module must not run
         found = Path(spec.origin or "").resolve() if spec is not None else None
@@ -459,12 +432,8 @@ def import_shelf(*names: str) -> None:
 def import_parts(specs: Iterable[str]) -> list[ModuleType]:
     """Import the parts of a user, one module a spec.
 
-    Args:
-        specs: a path ending in `.py`, the name of an entry point of the group `stageline.parts`,
-            or a dotted module name.
-
-    Raises:
-        RegisterError: the file is missing, its stem is taken, or it fails while it is imported.
+    A spec is a path ending in `.py`, the name of an entry point of the group `stageline.parts`, or
+    a dotted module name.
     """
     return [_import_one(spec) for spec in specs]
 

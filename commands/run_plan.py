@@ -10,8 +10,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from options.memory import check_memory, check_streaming
 from options.model import check_vision
+from options.train import check_memory, check_streaming
 from parse_args import TrainArguments
 from stageline.distributed.watchdog import WatchdogRules
 from stageline.errors import UserError

@@ -19,8 +19,7 @@ from commands.run_plan import RunPlan
 from commands.stages import texts_of
 from options.fields import handed_to, spelled
 from options.parts import ChosenPart, takes
-from options.rollouts import check_prompts
-from options.train import RunConfig, check_warmup
+from options.train import RunConfig, check_groups, check_warmup
 from parse_args import TrainArguments
 from stageline.checkpoint.adapter import base_of, num_rows_on_disk, rows_of_adapter
 from stageline.checkpoint.files import find_checkpoint
@@ -286,7 +285,7 @@ def check_data(arguments: TrainArguments) -> Data:
     for one in filter(None, (data.train, data.test)):
         size = group_size_of(one)
         if loss.facts.samples_answers:
-            check_prompts(run, size)
+            check_groups(run, size)
         else:
             check_batch_sizes(
                 batch_size=run.batch_size,

@@ -21,7 +21,7 @@ from commands.train_parts import (
     stage_builder,
     trainer_config,
 )
-from options.memory import answering_remedies, memory_remedies
+from options.train import answering_remedies, memory_remedies
 from parse_args import TrainArguments
 from stageline.checkpoint.layout import Ranks
 from stageline.device import is_accelerator, settle_allocators, stage_devices

@@ -30,10 +30,9 @@ from commands.train_data import (
 )
 from options.command_line import with_new_names
 from options.fields import absolute, handed_to, option_fields, spelled
-from options.memory import attention_arguments, check_attention_device
 from options.model import learning_rate_scales, method_arguments
 from options.parts import ChosenPart, takes
-from options.train import RunConfig, on_resume
+from options.train import RunConfig, attention_arguments, check_attention_device, on_resume
 from parse_args import TrainArguments, save_config
 from stageline.checkpoint.layout import Ranks
 from stageline.contracts import call, check_call
