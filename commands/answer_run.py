@@ -162,12 +162,6 @@ def _take_own_devices(run: Any, replicas: EvaluationReplicas) -> None:
         )
     first = int(os.environ.get("LOCAL_RANK", replicas.index)) * each
     os.environ[variable] = ",".join(names[first : first + each])
-    if len(accelerators(run.device)) != each:
-        raise UserError(
-            f"A replica has {variable}={os.environ[variable]}, and torch sees other devices, whose "
-            f"driver had been started. Start the replicas by torchrun, each with its {variable}, "
-            "or take one."
-        )
 
 
 def answer_settings(arguments: Arguments) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from commands import importing, quiet_transformers, start
+from commands import quiet_transformers, start
 from commands.stages import with_family_key
 from commands.train import SHELF  # the import registers the engines of training commands
 from options.fields import given_options, spelled
@@ -42,9 +42,10 @@ def main() -> int:
 
     arguments, schedule = resolve_schedule(with_family_key(arguments))
     launch_if_needed(schedule.num_ranks)
-    with importing():  # not in the process that starts the others
-        from stageline.distributed.failure import name_stages
-        from stageline.distributed.process_group import distributed_context
+    # not in the process that starts the others
+    from stageline.distributed.failure import name_stages
+    from stageline.distributed.process_group import distributed_context
+
     quiet_transformers()
     # rank 0 also trains the whole model, for which the others may have to wait
     with distributed_context(num_ranks=schedule.num_ranks, device="cpu", timeout=7200.0) as context:
@@ -79,12 +80,11 @@ def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedul
 
 def check(arguments: CheckArguments, context: DistributedContext, schedule: Schedule) -> int:
     """Check the split of one pipeline; print the report on rank 0."""
-    with importing():
-        from commands.train_data import check_scores
-        from commands.train_parts import bind_loss
-        from stageline.verify.checker import check_split
-        from stageline.verify.compare import Report
-        from stageline.verify.whole_model import ModelSource
+    from commands.train_data import check_scores
+    from commands.train_parts import bind_loss
+    from stageline.verify.checker import check_split
+    from stageline.verify.compare import Report
+    from stageline.verify.whole_model import ModelSource
 
     run, model = arguments.run, arguments.parts["train_model"]
     check_scores(arguments)
@@ -198,13 +198,14 @@ def make_batches(
 
         return drawn
 
-    changes: dict[str, Any] = {
-        "eval_samples": 0,
-        "processor_path": preparation.source.processor_path,
-    }
     num_micro_batches = schedule.legal_micro_batches(min(run.num_micro_batches, MOST_MICRO_BATCHES))
-    changes["batch_size"] = num_micro_batches * run.micro_batch_size
-    changed = dataclasses.replace(arguments, run=for_check(run, **changes))
+    run = for_check(
+        run,
+        eval_samples=0,
+        processor_path=preparation.source.processor_path,
+        batch_size=num_micro_batches * run.micro_batch_size,
+    )
+    changed = dataclasses.replace(arguments, run=run)
     data = Data(changed)
     if getattr(data.train, "packed", None) is not None:
         data.train = data.train.unpacked()

@@ -65,8 +65,6 @@ COMMANDS = {
         "train", "every part that can be chosen, with file and line", TRAIN, ("--list",)
     ),
 }
-# former commands -> the programs that replace them
-MOVED = {"import-llamafactory": "tools/import_llamafactory.py", "tiny": "tools/tiny_model.py"}
 ENVIRONMENT = "env"
 
 
@@ -121,10 +119,6 @@ def find_command(name: str) -> Command:
     """Return the command of a name."""
     if name in COMMANDS:
         return COMMANDS[name]
-    if name in MOVED:
-        raise UserError(
-            f"`stageline {name}` is `python {MOVED[name]}` now. Its options are the same."
-        )
     known = [*COMMANDS, ENVIRONMENT]
     raise UserError(
         f"{name!r} is not a command of stageline.{did_you_mean(name, known, str)} Begin with one "

@@ -33,12 +33,7 @@ from stageline.errors import INTERRUPTED, PREEMPTED, DataError, UserError
 from stageline.tables import format_table
 
 NUM_BARS = 64
-# ways to fill rows -> name and note
-WAYS = {
-    "segments": ("a segment a row", "; less where rows of a micro-batch are padded to its longest"),
-    "packed": ("packed (pack)", ""),
-    "chunks": ("one stream, cut", ""),
-}
+WAYS = {"segments": "a segment a row", "packed": "packed (pack)", "chunks": "one stream, cut"}
 NUM_SEGMENTS = 10  # that are shown by default
 NAMES = {BEGINS: "begins", ENDS: "ends", HAS_BOS: "BOS", HAS_EOS: "EOS"}
 
@@ -349,8 +344,8 @@ def stats(arguments: CorpusArguments) -> None:
     fitting = max(1, whole.num_documents - whole.num_cut_documents)
     cuts = f"; cuts {whole.num_chunk_cuts / fitting:.1%} of the documents that would fit"
     print(f"padding of rows of {limit} tokens:")
-    for way, (name, note) in WAYS.items():
-        print(f"  {name:<24}{whole.padding[way]:>8.2%}{cuts if way == 'chunks' else note}")
+    for way, name in WAYS.items():
+        print(f"  {name:<24}{whole.padding[way]:>8.2%}{cuts if way == 'chunks' else ''}")
     print(f"the lengths are drawn in {picture}")
 
 

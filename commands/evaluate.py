@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commands import importing, start
+from commands import start
 from commands.stages import start_processes
 from parse_args import EvaluateArguments, parse_evaluate_args
 
@@ -25,10 +25,12 @@ NUM_PICTURES = 36
 def main() -> int:
     """Answer what is not answered yet, and report; return the exit code."""
     arguments = start_processes(start(parse_evaluate_args, *SHELF))
-    with importing():  # after the options: it imports torch and transformers
-        from commands.answer_run import answer_samples
-        from stageline.data.batches.step_maker import make_dataset, read_row
-        from stageline.evaluation.report import check_metric, read_other
+    from commands.answer_run import (
+        answer_samples,  # after the options: it imports torch and transformers
+    )
+    from stageline.data.batches.step_maker import make_dataset, read_row
+    from stageline.evaluation.report import check_metric, read_other
+
     run, parts = arguments.run, arguments.parts
 
     def check(dataset: Any, rows: range) -> None:
@@ -67,17 +69,12 @@ def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
         print(", ".join(f"{name} {value}" for name, value in usage.items()))
 
     # the report names the model, the data and the date
-    place = run.model_path or ""  # an API has no folder
-    config = Path(place, "config.json")
-    known = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    names = known.get("architectures") or [known.get("model_type") or place or run.engine]
     data = arguments.parts["dataset"]
     split = data.kwargs.get("split")
     read = [data.key, run.dataset_path, split and f"split {split}"]
     read.append(f"{len(rows)} of {len(dataset)} rows")
     about = {
-        "model": ", ".join(names),
-        "checkpoint": str(Path(place).resolve()) if config.is_file() else place,
+        "model": run.model_path and str(Path(run.model_path).resolve()),
         "adapter": run.adapter_path,
         "data": ", ".join(str(one) for one in read if one),
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),

@@ -9,7 +9,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands import importing, quiet_transformers, start
+from commands import quiet_transformers, start
 from commands.stages import StageBuilder, lora_options, stage_key
 from options.export import shard_bytes
 from options.parts import chosen_part
@@ -27,10 +27,9 @@ NUM_STAGES = 2  # that an export is compared with
 def main() -> None:
     """Export, and print what was written."""
     config = start(parse_export_args).run
-    with importing():  # after the options: --help answers at once
-        import torch
+    import torch  # after the options: --help answers at once
 
-        from stageline.checkpoint.plain_folder import export_folder
+    from stageline.checkpoint.plain_folder import export_folder
 
     quiet_transformers()
     assert config.model_path is not None and config.output_path is not None
@@ -52,9 +51,9 @@ def main() -> None:
 
 def check_exported(arguments: "CheckArguments") -> int:
     """Compare an exported folder with its checkpoint, print how, and return the exit code."""
-    with importing():
-        from stageline.checkpoint.export_files import find_source
-        from stageline.verify.export import check_export
+    from stageline.checkpoint.export_files import find_source
+    from stageline.verify.export import check_export
+
     run, part = arguments.run, arguments.parts.get("train_model")
     if run.model_path is None:
         raise UserError("--exported requires --model-path. Add --model-path CHECKPOINT.")

@@ -8,7 +8,7 @@ printed as well.
 
 from typing import Any
 
-from commands import importing, start
+from commands import start
 from commands.stages import start_processes
 from parse_args import parse_infer_args
 
@@ -18,9 +18,9 @@ SHELF = ("models", "train_model", "prompt", "prompt_fn", "dataset")
 def main() -> int:
     """Answer; return the exit code."""
     arguments = start_processes(start(parse_infer_args, *SHELF))
-    with importing():  # after the options: --help answers at once
-        from commands.answer_run import answer_samples
-        from stageline.data.rows.json_lines import PromptRows
+    from commands.answer_run import answer_samples  # after the options: --help answers at once
+    from stageline.data.rows.json_lines import PromptRows
+
     run = arguments.run
 
     def open_prompts() -> Any:

@@ -9,7 +9,6 @@ let what is under way finish for --http.shutdown_seconds, a second signal ends a
 from __future__ import annotations
 
 import functools
-import gc
 import importlib.util
 import ipaddress
 import sys
@@ -49,7 +48,6 @@ def main() -> int:
             "install --editable '.[serve]'."
         )
     api_keys = read_api_keys(run)
-    gc.disable()  # until the model is loaded: collection takes an eighth of the import time
     from commands.stages import place_stages
     from stageline.distributed.launch import launch_if_needed
     from stageline.distributed.watchdog import WatchdogRules

@@ -55,13 +55,18 @@ def place_stages(run: Any, *, num_replicas: int | None = 1) -> tuple[Any, int]:
     if num_replicas is None:
         num_replicas = max(1, have // num_stages)
     wanted = num_stages * num_replicas
-    if started and started != wanted:
-        times = f" times --num-replicas {num_replicas}" if num_replicas > 1 else ""
-        raise UserError(
-            f"{started} processes were started for --num-stages {num_stages}{times}. Start it "
-            "without torchrun, or correct the numbers."
-        )
+    check_started(wanted, f"--num-stages {num_stages} and --num-replicas {num_replicas}")
     return dataclasses.replace(run, num_stages=num_stages), wanted
+
+
+def check_started(wanted: int, given: str) -> None:
+    """Refuse another number of processes than the options name, where torchrun has started them."""
+    started = int(os.environ.get("WORLD_SIZE", wanted))
+    if started != wanted:
+        raise UserError(
+            f"{started} processes were started for {given}. Start it without torchrun, or correct "
+            "the numbers."
+        )
 
 
 def start_processes(arguments: AnyArguments) -> AnyArguments:
@@ -77,13 +82,8 @@ def start_processes(arguments: AnyArguments) -> AnyArguments:
         num_replicas = wanted // run.num_stages
     else:
         num_replicas = wanted = run.num_replicas or 1
+    check_started(wanted, f"--num-replicas {num_replicas}")
     launch_if_needed(wanted)
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started != wanted:
-        raise UserError(
-            f"{started} processes were started for --num-replicas {num_replicas}. Start it without "
-            "torchrun, or correct the numbers."
-        )
     run = dataclasses.replace(run, num_replicas=num_replicas)
     return dataclasses.replace(arguments, run=run)
 

@@ -7,6 +7,7 @@ import math
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,15 +16,14 @@ from torch.utils.data import Dataset, Subset
 from transformers import PretrainedConfig
 
 from commands import is_first, say
-from commands.run_plan import RunPlan
 from commands.stages import texts_of
+from commands.train import RunPlan
 from options.fields import handed_to, spelled
 from options.parts import ChosenPart, takes
 from options.train import RunConfig, check_groups, check_warmup
 from parse_args import TrainArguments
 from stageline.checkpoint.adapter import base_of, num_rows_on_disk, rows_of_adapter
 from stageline.checkpoint.files import find_checkpoint
-from stageline.data.batches.batch import MicroBatch
 from stageline.data.batches.collate import encode_sft
 from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
@@ -117,8 +117,8 @@ class Data:
         path = run.processor_path or run.model_path or run.config_path
         if path is None:
             raise UserError(
-                "--model-path and --config-path are missing. Give a folder with config.json and a "
-                "tokenizer: --model-path starts from its weights, --config-path at random."
+                "--model-path and --config-path are missing. Give a folder with config.json: "
+                "--model-path starts from its weights, --config-path at random."
             )
         self.processor = load_processor(path, trust_remote_code=run.trust_remote_code)
         self.new_tokens = add_tokens(arguments, self.processor, path)
@@ -189,9 +189,8 @@ def add_tokens(arguments: TrainArguments, processor: Any, path: str) -> NewToken
         return more
     if max(more.rowless) < num_rows:  # else `check_vocabulary` refuses them
         say(
-            f"{len(more.rowless)} tokens of {path} are not in the tokenizer of {run.model_path}: "
-            "their rows start as they are there, and LoRA and --parts.llm.frozen leave them so. "
-            "--vocab.resize starts these rows near the mean and trains them."
+            f"{len(more.rowless)} tokens of {path} are not in the tokenizer of {run.model_path}. "
+            "--vocab.resize starts their rows near the mean and trains them."
         )
     return tokens
 
@@ -375,9 +374,8 @@ def check_token_sum(loss: ChosenPart) -> None:
     """Refuse chunks of logits for a loss that is not a sum over target tokens."""
     if not (loss.facts.is_token_sum or loss.facts.reads_by_token):
         raise UserError(
-            f"--logits-chunk does not go with --loss-fn {loss.key}, which is not registered as a "
-            "sum over target tokens. Drop it, or if it is such a sum, register it as "
-            f'@loss_fn_register("{loss.key}", is_token_sum=True).'
+            f"--logits-chunk needs a sum over target tokens, is_token_sum=True. Drop it, or "
+            f"register --loss-fn {loss.key} as one."
         )
 
 
@@ -450,18 +448,9 @@ def show_samples(arguments: TrainArguments, data: Data, schedule: Schedule) -> N
     run = arguments.run
     if not run.preview or not is_first():
         return
-    nobody: Any = None  # the processes are not connected yet
-    first = DistributedContext(
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        num_replicas=run.dp_degree or 1,
-        dp_rank=0,
-        num_ranks=1,
-        pp_rank=0,
-        mesh=nobody,
-        device=torch.device("cpu"),
-    )
+    # the processes are not connected yet
+    first: Any = SimpleNamespace(pp_rank=0, dp_rank=0, num_replicas=run.dp_degree or 1, mesh=None)
+    first.devices = (torch.device("cpu"),)
 
     def full_length(row: int) -> int:
         encoded = data.encode(*data.train[row])
@@ -485,14 +474,11 @@ def make_loader(
     dataset: object,
     *,
     is_evaluation: bool,
-    start_step: int = 0,
-    position: object = None,
-    facts: Callable[[MicroBatch], MicroBatch] | None = None,
+    **place: Any,
 ) -> MicroBatchLoader:
     """Return batches of micro-batches: the same samples on every stage, pixels on the first one.
 
-    `position` is what the loader of an earlier run said of `start_step`; the stages of this rank
-    add `facts` to each micro-batch.
+    `place` is where to start, start_step and position, and the `facts` of micro-batches.
     """
     run = arguments.run
     is_packed = run.packing and not is_evaluation
@@ -518,8 +504,6 @@ def make_loader(
         seed=run.seed,
         num_workers=run.num_workers,
         pins=any(map(is_accelerator, context.devices)),
-        start_step=start_step,
-        position=position,
         shuffle=not is_evaluation,
         eval=is_evaluation,
         pads=run.rows.last == "pad",
@@ -527,5 +511,5 @@ def make_loader(
         packing=run.max_token_num if is_packed else None,
         legal_counts=schedule.legal_micro_batches,
         agree=agree,
-        facts=facts,
+        **place,
     )

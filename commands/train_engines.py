@@ -10,20 +10,18 @@ from dataclasses import replace
 import torch
 
 from commands import is_first, say
-from commands.run_plan import RunPlan
+from commands.train import RunPlan
 from commands.train_data import Data, check_data, settle_steps, show_samples
 from commands.train_parts import (
     TrainingParts,
     check_parts,
     check_rewards,
-    check_same_commits,
     make_planner,
     stage_builder,
     trainer_config,
 )
 from options.train import answering_remedies, memory_remedies
 from parse_args import TrainArguments
-from stageline.checkpoint.layout import Ranks
 from stageline.device import is_accelerator, settle_allocators, stage_devices
 from stageline.distributed.failure import name_stages
 from stageline.distributed.failure_record import on_full_memory
@@ -114,7 +112,6 @@ def train(parts: TrainingParts, context: DistributedContext, *, streams: bool) -
     """Run the trainer on this rank."""
     plan, run = parts.plan, parts.plan.run
     name_stages(plan.topology.schedule.stages_of(context.pp_rank))
-    check_same_commits(Ranks.of(None).gather(plan.as_config()))
     has_gpu = is_accelerator(context.devices[0])
     if has_gpu and not (run.bf16 or run.fp16):
         say("note: float32 on a GPU, at a fraction of its speed; --bf16 computes in half the bits")
@@ -179,17 +176,16 @@ def make_streaming_runner(
         check_host_memory(runner.pipe._hosted_layers, torch.float32)
     except ValueError as error:
         raise UserError(
-            f"--streaming.budget is too small: {error}. Raise it, or cut the model into more "
-            "stages (--num-stages, --vision-stages)."
+            f"--streaming.budget is too small: {error}. Raise it or --num-stages."
         ) from None
     except MemoryError as error:
         raise UserError(f"the model does not fit the host's memory: {error}") from None
     host = host_bytes(runner.pipe._hosted_layers, torch.float32) / GIB
     names = ", ".join(str(lane.device) for lane in lanes)
     budget = lanes[0].pool.budget
-    limit = "all that is there" if budget is None else f"{budget / GIB:.2f} GiB"
+    limit = "all memory" if budget is None else f"{budget / GIB:.2f} GiB"
     say(
-        f"streaming: {len(models)} stages in host memory through {names}; {limit} for weights and "
-        f"gradients of each; {host:.2f} GiB of host memory without the optimizer's state"
+        f"streaming: {len(models)} stages in host memory through {names}, {limit} of each for "
+        f"weights and gradients; {host:.2f} GiB of host memory without the optimizer's state"
     )
     return runner

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from commands import say
-from commands.run_plan import RunPlan
 from commands.stages import StageBuilder, dtype_of
+from commands.train import RunPlan
 from commands.train_data import (
     READ_ANEW,
     START,
@@ -45,8 +45,6 @@ from stageline.data.images.tiling import Tiling
 from stageline.data.rows.readers import data_fingerprint
 from stageline.data.text.processor import get_tokenizer, num_token_ids
 from stageline.distributed.process_group import DistributedContext, wait_for_weights
-from stageline.errors import UserError
-from stageline.hub import PREFIX
 from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
 from stageline.inference.decoding.chain import make_wire
 from stageline.inference.generation import stop_ids_of
@@ -104,10 +102,6 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
     parts = arguments.parts
     given = handed_to("optimizer", arguments.run)
     check_call("optimizer", parts["optimizer"].bound, [], **given)
-    check_call("tracker", parts["tracker"].bound, folder=Path(), config={}, start_step=0)
-    stage: dict[str, Any] = {"config_path": None, "processor_path": None, "checkpoint_path": None}
-    stage |= {"dtype": None, "device": None, "stage": 0, "num_stages": 1, "seed": 0}
-    check_call("train_model", parts["train_model"].part, **stage)
     make_learning_rate(arguments)
     if "sim_fn" in parts:
         check_sim_fn(parts["sim_fn"].bound)
@@ -259,8 +253,7 @@ def make_prompts(
     dataset: Any,
     *,
     is_evaluation: bool,
-    start_step: int = 0,
-    position: object = None,
+    **place: Any,
 ) -> MicroBatchLoader:
     """Return the loader of encoded prompts; its steps are the times that answers are drawn."""
     run, size = arguments.run, group_size_of(dataset)
@@ -275,13 +268,12 @@ def make_prompts(
         dp_degree=context.num_replicas,
         seed=run.seed,
         num_workers=run.num_workers,
-        start_step=start_step,
-        position=position,
         shuffle=not is_evaluation,
         eval=is_evaluation,
         pads=run.rows.last == "pad",
         order="given",
         maker=PromptMaker,
+        **place,
     )
 
 
@@ -537,17 +529,6 @@ def newer_options(run: RunConfig, now: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **{name: now[name] for name in READ_ANEW if name in now}}
 
 
-def check_same_commits(configs: Sequence[Mapping[str, object]]) -> None:
-    """Refuse ranks that found a name on a hub at different commits, as torchrun's may."""
-    for name, value in configs[0].items():
-        found = {str(config[name]) for config in configs}
-        if PREFIX in str(value) and len(found) > 1:
-            raise UserError(
-                f"--{name} is {' and '.join(sorted(found))} on ranks of this run. One commit is "
-                "required: give one of these names."
-            )
-
-
 def rates_stay(arguments: TrainArguments, saved: Mapping[str, Any], step: int) -> tuple[bool, str]:
     """Return whether `step` past steps had the learning rates of this run, and why not.
 
@@ -566,9 +547,8 @@ def rates_stay(arguments: TrainArguments, saved: Mapping[str, Any], step: int) -
     for done in range(step):
         if earlier(done) != current(done):
             return False, (
-                f" With another length, step {done + 1}, which is done, would have had the "
-                f"learning rate {current(done):g} in place of {earlier(done):g}; with "
-                "--lr-scheduler constant and the same --warmup-steps a run may be made longer."
+                f" Step {done + 1}, which is done, would have had the learning rate "
+                f"{current(done):g}, not {earlier(done):g}; --lr-scheduler constant may be longer."
             )
     return True, ""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import run_configs
-from commands.run_plan import RunPlan
+from commands.train import RunPlan
 from options.fields import option_fields
 from parse_args import Arguments
 from register import ALL_REGISTERS, import_shelf
