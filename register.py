@@ -388,7 +388,7 @@ tracker_register = Register(
 engine_register = Register(
     "engine",
     "runs the training: pipeline, streaming",
-    "part(plan, data)",
+    "part(config, data)",
     facts=EngineFacts,
 )
 document_register = Register(

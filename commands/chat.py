@@ -27,8 +27,8 @@ SHELF = ("models", "prompt_fn")
 
 def main() -> int:
     """Talk until the input ends; return the exit code."""
-    arguments = start(parse_chat_args, *SHELF)
-    run, parts = arguments.run, arguments.parts
+    config = start(parse_chat_args, *SHELF)
+    run, parts = config.run, config.parts
     import transformers  # after the options: --help answers at once
 
     from commands.answer_run import build_model, plan_model, prepare_texts
@@ -56,9 +56,9 @@ def main() -> int:
     else:
         check_model_path(run, parts["builder"].part)
         if run.plan:
-            return plan_model(arguments)
+            return plan_model(config)
         quiet_transformers()
-        model, processor, _ = build_model(arguments)
+        model, processor, _ = build_model(config)
         if processor is None or not isinstance(model, transformers.PreTrainedModel):
             raise UserError(
                 f"--builder {parts['builder'].key} loads no model here. Use --builder auto."

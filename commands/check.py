@@ -33,14 +33,14 @@ MOST_MICRO_BATCHES = 8  # a difference shows in a few micro-batches of a dataset
 
 def main() -> int:
     """Run the check; return the exit code."""
-    arguments = start(parse_check_args, *SHELF)
-    if arguments.run.exported is not None:
+    config = start(parse_check_args, *SHELF)
+    if config.run.exported is not None:
         from commands.export import check_exported
 
-        return check_exported(arguments)
+        return check_exported(config)
     from stageline.distributed.launch import launch_if_needed  # after the options: --help
 
-    arguments, schedule = resolve_schedule(with_family_key(arguments))
+    config, schedule = resolve_schedule(with_family_key(config))
     launch_if_needed(schedule.num_ranks)
     # not in the process that starts the others
     from stageline.distributed.failure import name_stages
@@ -50,15 +50,15 @@ def main() -> int:
     # rank 0 also trains the whole model, for which the others may have to wait
     with distributed_context(num_ranks=schedule.num_ranks, device="cpu", timeout=7200.0) as context:
         name_stages(schedule.stages_of(context.pp_rank))
-        return check(arguments, context, schedule)
+        return check(config, context, schedule)
 
 
-def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedule]:
+def resolve_schedule(config: CheckArguments) -> tuple[CheckArguments, Schedule]:
     """Return the options with the number of stages, and their pipeline, of two ranks by default."""
     from stageline.pipeline.schedules import default_stages_per_rank
     from stageline.pipeline.topology import resolve_topology
 
-    run = arguments.run
+    run = config.run
     num_stages = run.num_stages
     if num_stages is None and not run.schedule.endswith(".csv"):
         num_stages = 2 * (run.stages_per_rank or default_stages_per_rank(run.schedule))
@@ -75,10 +75,10 @@ def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedul
         dp_degree=1,
     )
     run = dataclasses.replace(run, num_stages=topology.num_stages)
-    return dataclasses.replace(arguments, run=run), topology.schedule
+    return dataclasses.replace(config, run=run), topology.schedule
 
 
-def check(arguments: CheckArguments, context: DistributedContext, schedule: Schedule) -> int:
+def check(config: CheckArguments, context: DistributedContext, schedule: Schedule) -> int:
     """Check the split of one pipeline; print the report on rank 0."""
     from commands.train_data import check_scores
     from commands.train_parts import bind_loss
@@ -86,21 +86,21 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
     from stageline.verify.compare import Report
     from stageline.verify.whole_model import ModelSource
 
-    run, model = arguments.run, arguments.parts["train_model"]
-    check_scores(arguments)
+    run, model = config.run, config.parts["train_model"]
+    check_scores(config)
     if model.kwargs.get("output_router_logits"):
         raise UserError(
             "--train-model.output_router_logits is unknown to the unsplit model. Set "
             "output_router_logits in config.json for a check."
         )
-    report = Report(notes=notes_of(arguments))
+    report = Report(notes=notes_of(config))
     passed = check_split(
         context,
         schedule=schedule,
         source=ModelSource(run.config_path, run.model_path, run.processor_path),
-        build=functools.partial(build, arguments, context),
-        make_batches=functools.partial(make_batches, arguments, context, schedule),
-        loss_fn=bind_loss(arguments),
+        build=functools.partial(build, config, context),
+        make_batches=functools.partial(make_batches, config, context, schedule),
+        loss_fn=bind_loss(config),
         steps=run.check.steps,
         tolerance=run.check.tolerance,
         layers=run.check.layers,
@@ -117,9 +117,9 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
     return 0 if passed else 1
 
 
-def notes_of(arguments: CheckArguments) -> list[str]:
+def notes_of(config: CheckArguments) -> list[str]:
     """Return what of the training command is done otherwise here."""
-    run = arguments.run
+    run = config.run
     given = [name for name in given_options(run) if name in NOT_CHECKED]
     notes = [f"{spelled(name)} is left out of a check" for name in given]
     if run.precision != "fp32":
@@ -128,13 +128,13 @@ def notes_of(arguments: CheckArguments) -> list[str]:
         notes.append(f"--device {run.device}: a check runs on the CPU")
     if (run.dp_degree or 1) > 1:
         notes.append("--dp-degree: one replica is checked")
-    if "dataset" in arguments.parts and arguments.parts["dataset"].kwargs.get("rows") == "packed":
+    if "dataset" in config.parts and config.parts["dataset"].kwargs.get("rows") == "packed":
         notes.append("--dataset.rows packed: a segment a row is checked, as --packing would be")
     return notes
 
 
 def build(
-    arguments: CheckArguments,
+    config: CheckArguments,
     context: DistributedContext,
     *,
     stage: int,
@@ -144,7 +144,7 @@ def build(
     """Build a stage as train_pp.py does; with `num_stages` of 1 the whole component."""
     from commands.train_parts import stage_builder
 
-    run = arguments.run
+    run = config.run
     changed = for_check(
         run,
         config_path=source.config_path,
@@ -152,12 +152,12 @@ def build(
         processor_path=source.processor_path,
         gradient_checkpointing=run.gradient_checkpointing and num_stages == run.num_stages,
     )
-    builder = stage_builder(dataclasses.replace(arguments, run=changed))
+    builder = stage_builder(dataclasses.replace(config, run=changed))
     return builder.build(stage, num_stages=num_stages, device=context.device)
 
 
 def make_batches(
-    arguments: CheckArguments,
+    config: CheckArguments,
     context: DistributedContext,
     schedule: Schedule,
     preparation: Preparation,
@@ -170,8 +170,8 @@ def make_batches(
     from stageline.checkpoint.layout import Ranks
     from stageline.verify.batches import drop_pixels, probe_batches, random_batches
 
-    run, config = arguments.run, preparation.config
-    if "dataset" not in arguments.parts:
+    run, model_config = config.run, preparation.config
+    if "dataset" not in config.parts:
         count = schedule.legal_micro_batches(LEAST_MICRO_BATCHES)
         ranks = Ranks.of(context.pp_group)
         has_images = 0 in schedule.stages_of(context.pp_rank)
@@ -190,10 +190,10 @@ def make_batches(
         @functools.cache
         def drawn(step: int) -> list[MicroBatch]:
             made = None
-            if getattr(config, "vision_config", None) is not None:
+            if getattr(model_config, "vision_config", None) is not None:
                 made = ranks.on_first(lambda: pictures(run.seed + step * count))
             if made is None:
-                return random_batches(config, num_micro_batches=count, seed=run.seed + step)
+                return random_batches(model_config, num_micro_batches=count, seed=run.seed + step)
             return made if has_images else [drop_pixels(batch) for batch in made]
 
         return drawn
@@ -205,7 +205,7 @@ def make_batches(
         processor_path=preparation.source.processor_path,
         batch_size=num_micro_batches * run.micro_batch_size,
     )
-    changed = dataclasses.replace(arguments, run=run)
+    changed = dataclasses.replace(config, run=run)
     data = Data(changed)
     if getattr(data.train, "packed", None) is not None:
         data.train = data.train.unpacked()

@@ -24,14 +24,14 @@ NUM_PICTURES = 36
 
 def main() -> int:
     """Answer what is not answered yet, and report; return the exit code."""
-    arguments = start_processes(start(parse_evaluate_args, *SHELF))
+    config = start_processes(start(parse_evaluate_args, *SHELF))
     from commands.answer_run import (
         answer_samples,  # after the options: it imports torch and transformers
     )
     from stageline.data.batches.step_maker import make_dataset, read_row
     from stageline.evaluation.report import check_metric, read_other
 
-    run, parts = arguments.run, arguments.parts
+    run, parts = config.run, config.parts
 
     def check(dataset: Any, rows: range) -> None:
         metric = parts["metric"].bound
@@ -41,13 +41,13 @@ def main() -> int:
 
     part = parts["dataset"].bound
     open_dataset = functools.partial(make_dataset, part, dataset_path=run.dataset_path)
-    answered = answer_samples(arguments, open_dataset, check=check)
+    answered = answer_samples(config, open_dataset, check=check)
     if answered is not None:
-        report_on(arguments, answered)
+        report_on(config, answered)
     return 0
 
 
-def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
+def report_on(config: EvaluateArguments, answered: Answered) -> None:
     """Compute the metric from the file; write report.json, report.md and the pictures."""
     from commands.answer_run import ENGINE_FILE
     from stageline.evaluation import report as reports
@@ -56,7 +56,7 @@ def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
     from stageline.tables import format_table, markdown_table
 
     # figures
-    run, metric = arguments.run, arguments.parts["metric"]
+    run, metric = config.run, config.parts["metric"]
     dataset, rows, file = answered.dataset, answered.rows, answered.file
     folder = file.path.parent
     bootstrap = reports.Bootstrap(run.bootstrap.resamples, run.bootstrap.seed)
@@ -69,7 +69,7 @@ def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
         print(", ".join(f"{name} {value}" for name, value in usage.items()))
 
     # the report names the model, the data and the date
-    data = arguments.parts["dataset"]
+    data = config.parts["dataset"]
     split = data.kwargs.get("split")
     read = [data.key, run.dataset_path, split and f"split {split}"]
     read.append(f"{len(rows)} of {len(dataset)} rows")

@@ -39,8 +39,8 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 def main() -> int:
     """Serve until a signal comes; return the exit code."""
     speak_of_stops(STOP_WORDS)
-    arguments = start(parse_serve_args, *SHELF)
-    run = arguments.run
+    config = start(parse_serve_args, *SHELF)
+    run = config.run
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
@@ -78,11 +78,11 @@ def main() -> int:
                 file=sys.stderr,
             )
         images = ImageSettings(**run.images.limits())
-        prepare(arguments, processor, engine, decoding.config, images)
+        prepare(config, processor, engine, decoding.config, images)
         prompts = PromptMaker(
             processor,
-            render=arguments.parts["prompt_fn"].bound,
-            image_token=arguments.parts["image_token"].bound,
+            render=config.parts["prompt_fn"].bound,
+            image_token=config.parts["image_token"].bound,
             max_length=engine.max_length,
             max_images=settings.max_images,
             max_pixels=run.images.pixel_limit,

@@ -47,23 +47,23 @@ class RunPlan(TrainArguments):
 
 
 def main() -> int:
-    arguments = start(parse_train_args, *SHELF, recorded=recorded_options)
-    plan = make_plan(with_family_key(arguments))
-    start_ranks(plan)
+    config = start(parse_train_args, *SHELF, recorded=recorded_options)
+    config = make_plan(with_family_key(config))
+    start_ranks(config)
     from commands.train_engines import run_training  # not in the process that starts the others
 
-    return run_training(plan)
+    return run_training(config)
 
 
-def make_plan(arguments: TrainArguments) -> RunPlan:
+def make_plan(config: TrainArguments) -> RunPlan:
     """Settle stages, ranks and replicas; refuse what the schedule or the engine cannot do."""
-    run, parts = arguments.run, arguments.parts
+    run, parts = config.run, config.parts
     world_size = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
     check_streaming(run, parts["engine"].key, world_size=world_size or 1)
     changes: dict[str, Any] = {}
     engine = parts["engine"]
     if engine.facts.topology is not None:
-        topology = engine.facts.topology(arguments)
+        topology = engine.facts.topology(config)
         changes["timeline_step"] = 0  # its backward passes are not those of single stages
     else:
         topology = resolve_topology(
@@ -94,19 +94,19 @@ def make_plan(arguments: TrainArguments) -> RunPlan:
     changes |= {"num_stages": topology.num_stages, "dp_degree": topology.dp_degree}
     run = dataclasses.replace(run, **changes)
     check_vision(run)
-    return RunPlan(run, parts, arguments.imports, topology)
+    return RunPlan(run, parts, config.imports, topology)
 
 
-def start_ranks(plan: RunPlan) -> None:
+def start_ranks(config: RunPlan) -> None:
     """Start the processes of the run, if it needs several; return in each of them."""
     from stageline.distributed.failure_record import tell_run_folder
     from stageline.distributed.launch import launch_if_needed
 
-    if plan.run.plan or plan.run.check_only:
+    if config.run.plan or config.run.check_only:
         return  # one process reads the data and tries the parts
-    tell_run_folder(plan.run.output_dir)
+    tell_run_folder(config.run.output_dir)
     terminal.begin_quietly()
-    launch_if_needed(plan.topology.num_processes, rules=plan.watchdog_rules)
+    launch_if_needed(config.topology.num_processes, rules=config.watchdog_rules)
 
 
 def recorded_options(run: RunConfig) -> dict[str, Any]:
@@ -129,32 +129,32 @@ def auto(*, config_path: str, **kwargs: Any) -> tuple[Any, Any, int]:
 
 
 @engine_register("pipeline")
-def pipeline(plan: RunPlan, data: "Data") -> int:
+def pipeline(config: RunPlan, data: "Data") -> int:
     """Stages on a schedule, forward and backward in turn; one process and device per rank."""
     from commands.train_engines import run_pipeline
 
-    return run_pipeline(plan, data)
+    return run_pipeline(config, data)
 
 
 @engine_register("torch")
-def torch(plan: RunPlan, data: "Data") -> int:
+def torch(config: RunPlan, data: "Data") -> int:
     """The same by torch's own schedule classes: their order and their transfers."""
     from commands.train_engines import run_pipeline
     from stageline.pipeline.runner import TorchPipelineRunner
 
-    return run_pipeline(plan, data, runner_class=TorchPipelineRunner)
+    return run_pipeline(config, data, runner_class=TorchPipelineRunner)
 
 
-def streaming_topology(arguments: TrainArguments) -> Topology:
+def streaming_topology(config: TrainArguments) -> Topology:
     """Return one process with all stages, by default a decoder layer each."""
     from commands.train_engines import streaming_topology
 
-    return streaming_topology(arguments)
+    return streaming_topology(config)
 
 
 @engine_register("streaming", topology=streaming_topology)
-def streaming(plan: RunPlan, data: "Data") -> int:
+def streaming(config: RunPlan, data: "Data") -> int:
     """Stages in host memory, streamed through the devices of this machine by one process."""
     from commands.train_engines import run_streaming
 
-    return run_streaming(plan, data)
+    return run_streaming(config, data)
