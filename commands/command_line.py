@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from register import did_you_mean
 from stageline.errors import INTERRUPTED, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,6 +118,8 @@ def find_command(name: str) -> Command:
     """Return the command of a name."""
     if name in COMMANDS:
         return COMMANDS[name]
+    from register import did_you_mean
+
     known = [*COMMANDS, ENVIRONMENT]
     raise UserError(
         f"{name!r} is not a command of stageline.{did_you_mean(name, known, str)} Begin with one "

@@ -203,8 +203,9 @@ def by_name(given: Iterable[Given], repeated: Sequence[str] = ()) -> dict[str, G
                         f"{item} has {len(item.values)} words. Put it in quotes, and repeat the "
                         "option for more."
                     )
-                is_more = before is not None and before.origin == COMMAND_LINE
-                texts = [*(before.content if is_more else ()), *item.values]
+                texts = item.values
+                if before is not None and before.origin == COMMAND_LINE:
+                    texts = [*before.content, *texts]
             words = [json.dumps([str(text) for text in texts] or None)]
             item = Given(item.name, words, item.origin, texts)
         found[item.name] = item
@@ -321,7 +322,7 @@ def _unknown_option(item: Given, known: Sequence[str]) -> str:
     table = Path(__file__).with_name("llamafactory_keys.yaml")
     groups = yaml.safe_load(table.read_text(encoding="utf-8")).values()
     rows = [row for group in groups for row in group.items()]
-    row = next((row for keys, row in rows if item.name in str(keys).split()), {})
+    row: dict[str, str] = next((row for keys, row in rows if item.name in str(keys).split()), {})
     found = str(row.get("to") or "").split(", ")
     if found[0].partition(".")[0].replace("-", "_") in known:
         note = f" ({row['note']})" if row.get("note") else ""

@@ -29,8 +29,7 @@ PLAIN_WORDS |= set("serves takes that the to was with".split())
 KINDS = {
     "stageline/device.py": "environment variables of each",
     "stageline/streaming/host_weights.py": "cudaHostRegister",
-    "options/memory.py": "where flash and flex attention have kernels",
-    "options/train.py": "what --device may be",
+    "options/train.py": "what --device may be, and where attention kernels are",
 }
 
 SHELF = {
