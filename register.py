@@ -162,7 +162,7 @@ class Register(MutableMapping[str, Any]):
     `data` holds an `Entry` for each key; `register[key]` is the part itself.
     """
 
-    name: str  # what the parts are called, `loss_fn`; also names the option, `--loss-fn`
+    name: str  # name of the parts, `loss_fn`, and of the option, `--loss-fn`
     holds: str = ""  # one line saying what a part does; shown by `--list`
     # how the run calls a part, `part(rows, *, path, [step], **own)`: arguments in brackets where
     # it takes them; options of the run that go to it by name may be left out

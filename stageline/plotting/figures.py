@@ -190,7 +190,7 @@ def lengths_figure(histograms: Mapping[str, Sequence[int]], borders: Sequence[in
 COLORS = {"F": "#3b75c4", "B": "#d9822b", "I": "#c9a227", "W": "#3f9a5b"}
 COLORS |= {WAIT: "#e3a5ad", TRANSFER: "#7d4fa3"}
 IDLE = "#e9ebee"
-NARROW = 0.012  # of the time axis: no number fits on a shorter bar
+NARROW = 0.012  # share of the time axis; shorter bars have no number
 
 
 def plot_timeline(
