@@ -137,7 +137,8 @@ def read_config(path: str | Path, names: Iterable[str] = ()) -> list[Given]:
         raise OptionError(f"--config {path} holds a {type(content).__name__}. {HOW}")
     found: dict[str, Given] = {}
     for key, value in (content or {}).items():
-        item = _of_file(str(key), value, f"{path}:{lines[str(key)]}" if lines else str(path))
+        line = lines.get(str(key))  # none for a key such as on, which YAML reads as true
+        item = _of_file(str(key), value, f"{path}:{line}" if line else str(path))
         if item.name == "config":
             raise OptionError(
                 f"--config is in {item.origin}. A config file reads no other one: name both on the "
