@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from commands import importing, quiet_transformers, start
+from commands import quiet_transformers, start
 from commands.stages import with_family_key
 from commands.train import SHELF  # the import registers the engines of training commands
 from options.fields import given_options, spelled
@@ -35,22 +35,22 @@ MOST_MICRO_BATCHES = 8  # a difference shows in a few micro-batches of a dataset
 
 def main() -> int:
     """Run the check; return the exit code."""
-    arguments = start(parse_check_args, *SHELF)
-    if arguments.run.exported is not None:
+    config = start(parse_check_args, *SHELF)
+    if config.run.exported is not None:
         from commands.export import check_exported
 
-        return check_exported(arguments)
-    arguments, schedule = resolve_schedule(with_family_key(arguments))
+        return check_exported(config)
+    config, schedule = resolve_schedule(with_family_key(config))
     quiet_transformers()
-    return check(arguments, schedule)
+    return check(config, schedule)
 
 
-def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedule]:
+def resolve_schedule(config: CheckArguments) -> tuple[CheckArguments, Schedule]:
     """Return the options with the number of stages, and their pipeline, of two ranks by default."""
     from stageline.pipeline.schedules import default_stages_per_rank
     from stageline.pipeline.topology import resolve_topology
 
-    run = arguments.run
+    run = config.run
     num_stages = run.num_stages
     if num_stages is None and not run.schedule.endswith(".csv"):
         num_stages = 2 * (run.stages_per_rank or default_stages_per_rank(run.schedule))
@@ -67,31 +67,30 @@ def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedul
         dp_degree=1,
     )
     run = dataclasses.replace(run, num_stages=topology.num_stages)
-    return dataclasses.replace(arguments, run=run), topology.schedule
+    return dataclasses.replace(config, run=run), topology.schedule
 
 
-def check(arguments: CheckArguments, schedule: Schedule) -> int:
+def check(config: CheckArguments, schedule: Schedule) -> int:
     """Check the split of one pipeline in this process; print the report."""
-    with importing():
-        from commands.train_data import check_scores
-        from commands.train_parts import bind_loss
-        from stageline.verify.checker import Report, check_split
-        from stageline.verify.whole_model import ModelSource
+    from commands.train_data import check_scores
+    from commands.train_parts import bind_loss
+    from stageline.verify.checker import Report, check_split
+    from stageline.verify.whole_model import ModelSource
 
-    run, model = arguments.run, arguments.parts["train_model"]
-    check_scores(arguments)
+    run, model = config.run, config.parts["train_model"]
+    check_scores(config)
     if model.kwargs.get("output_router_logits"):
         raise UserError(
             "--train-model.output_router_logits is unknown to the unsplit model. Set "
             "output_router_logits in config.json for a check."
         )
-    report = Report(notes=notes_of(arguments))
+    report = Report(notes=notes_of(config))
     check_split(
         schedule,
         source=ModelSource(run.config_path, run.model_path, run.processor_path),
-        build=functools.partial(build, arguments),
-        make_batches=functools.partial(make_batches, arguments, schedule),
-        loss_fn=bind_loss(arguments),
+        build=functools.partial(build, config),
+        make_batches=functools.partial(make_batches, config, schedule),
+        loss_fn=bind_loss(config),
         steps=run.check.steps,
         tolerance=run.check.tolerance,
         layers=run.check.layers,
@@ -107,9 +106,9 @@ def check(arguments: CheckArguments, schedule: Schedule) -> int:
     return 0 if report.passed else 1
 
 
-def notes_of(arguments: CheckArguments) -> list[str]:
+def notes_of(config: CheckArguments) -> list[str]:
     """Return what of the training command is done otherwise here."""
-    run = arguments.run
+    run = config.run
     given = [name for name in given_options(run) if name in NOT_CHECKED]
     notes = [f"{spelled(name)} is left out of a check" for name in given]
     if run.precision != "fp32":
@@ -118,16 +117,16 @@ def notes_of(arguments: CheckArguments) -> list[str]:
         notes.append(f"--device {run.device}: a check runs on the CPU")
     if (run.dp_degree or 1) > 1:
         notes.append("--dp-degree: one replica is checked")
-    if "dataset" in arguments.parts and arguments.parts["dataset"].kwargs.get("rows") == "packed":
+    if "dataset" in config.parts and config.parts["dataset"].kwargs.get("rows") == "packed":
         notes.append("--dataset.rows packed: a segment a row is checked, as --packing would be")
     return notes
 
 
-def build(arguments: CheckArguments, *, stage: int, num_stages: int, source: ModelSource) -> Any:
+def build(config: CheckArguments, *, stage: int, num_stages: int, source: ModelSource) -> Any:
     """Build a stage as train_pp.py does; with `num_stages` of 1 the whole component."""
     from commands.train_parts import stage_builder
 
-    run = arguments.run
+    run = config.run
     changed = for_check(
         run,
         config_path=source.config_path,
@@ -135,12 +134,12 @@ def build(arguments: CheckArguments, *, stage: int, num_stages: int, source: Mod
         processor_path=source.processor_path,
         gradient_checkpointing=run.gradient_checkpointing and num_stages == run.num_stages,
     )
-    builder = stage_builder(dataclasses.replace(arguments, run=changed))
+    builder = stage_builder(dataclasses.replace(config, run=changed))
     return builder.build(stage, num_stages=num_stages, device="cpu")
 
 
 def make_batches(
-    arguments: CheckArguments, schedule: Schedule, preparation: Preparation, whole: nn.Module
+    config: CheckArguments, schedule: Schedule, preparation: Preparation, whole: nn.Module
 ) -> Callable[[int], list[MicroBatch]]:
     """Return step -> its micro-batches: of the dataset, of random ids, or pictures."""
     import torch
@@ -148,16 +147,16 @@ def make_batches(
     from commands.train_data import Data, make_loader, without_processes
     from stageline.verify.batches import probe_batches
 
-    run, config = arguments.run, preparation.config
-    if "dataset" not in arguments.parts:
+    run, model_config = config.run, preparation.config
+    if "dataset" not in config.parts:
         count = schedule.legal_micro_batches(LEAST_MICRO_BATCHES)
-        has_tower = getattr(config, "vision_config", None) is not None
+        has_tower = getattr(model_config, "vision_config", None) is not None
 
         @functools.cache
         def drawn(step: int) -> list[MicroBatch]:
             make = functools.partial(
                 probe_batches,
-                config,
+                model_config,
                 torch.float32,
                 num_micro_batches=count,
                 seed=run.seed + step * count,
@@ -175,7 +174,7 @@ def make_batches(
     }
     num_micro_batches = schedule.legal_micro_batches(min(run.num_micro_batches, MOST_MICRO_BATCHES))
     changes["batch_size"] = num_micro_batches * run.micro_batch_size
-    changed = dataclasses.replace(arguments, run=for_check(run, **changes))
+    changed = dataclasses.replace(config, run=for_check(run, **changes))
     data = Data(changed)
     if getattr(data.train, "packed", None) is not None:
         data.train = data.train.unpacked()

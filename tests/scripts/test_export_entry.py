@@ -41,8 +41,6 @@ def test_the_entry_file(tmp_path):
     assert again.returncode == 2
     assert "exists, and a checkpoint is never" in again.stderr
     assert "Traceback" not in again.stderr
-    gone = run_entry_file(*options, "--overwrite", "--no-verify")
-    assert gone.returncode == 2 and "stageline check --exported" in gone.stderr
     options += ("--dtype", "auto", "--overwrite")
     sharded = run_entry_file(*options, "--max-shard-size", "20KB")
     assert sharded.returncode == 0, sharded.stderr
