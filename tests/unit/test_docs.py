@@ -117,7 +117,7 @@ def test_the_walks_name_files_and_functions_that_exist(page, least):
     text = (DOCS / f"walk_{page}.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d+ \| (.+?) \| `([\w/]+\.py)` \| (.+?) \|$", text, re.MULTILINE)
     assert len(rows) >= least
-    assert page != "training" or len({file for _, file, _ in rows}) <= 14
+    assert page != "training" or f"in {len({file for _, file, _ in rows})} files" in text
     for _, file, cell in rows:
         functions = re.findall(r"`([\w.]+)`", cell)
         assert functions, file
