@@ -65,7 +65,9 @@ class CheckpointOptions(Options):
     stop_deadline: float = free_option(
         120.0, "timeout of the last step and save after a signal, in seconds (0 = none)", at_least=0
     )
-    log_steps: int = free_option(1, "optimizer steps between log lines", at_least=1)
+    log_steps: int = free_option(
+        1, "optimizer steps between lines of log.jsonl (a run prints about 50 lines)", at_least=1
+    )
     eval_steps: Literal["epoch"] | int = free_option(
         0, "optimizer steps between evaluations, or epoch (0 = only at the end)", at_least=0
     )
