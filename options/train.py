@@ -138,7 +138,9 @@ class CheckpointOptions(Options):
 
     hang_timeout: float = free_option(600.0, "watchdog timeout, in seconds (0 = none)", ge=0)
     stop_deadline: float = free_option(120.0, "seconds to end after a signal (0 = no limit)", ge=0)
-    log_steps: int = free_option(1, "optimizer steps between log lines", ge=1)
+    log_steps: int = free_option(
+        1, "optimizer steps between lines of log.jsonl (a run prints about 50 lines)", ge=1
+    )
     eval_steps: Literal["epoch"] | int = free_option(
         0, "optimizer steps between evaluations, or epoch (0 = only at the end)", ge=0
     )
