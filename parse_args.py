@@ -5,9 +5,9 @@ chosen parts, converts every value by its type (jsonargparse) and refuses what i
 Registers are filled by the entry file before; no model, data or device is touched here.
 """
 
+import functools
 import json
 import os
-import sys
 from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, replace
@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import yaml
 from jsonargparse import ArgumentParser
 
-from options import answer, corpus, data, export, memory, model, rollouts, serve, train
+from options import answer, corpus, data, export, model, serve, train
 from options.command_line import (
     COMMAND_LINE,
     Given,
@@ -25,12 +25,9 @@ from options.command_line import (
     command_words,
     convert,
     drop_rivals,
-    gathered,
     needs_value,
-    old_names,
     read_config,
     read_words,
-    unfolded,
 )
 from options.fields import (
     OptionError,
@@ -76,16 +73,13 @@ INFER_KEYS: dict[str, str | None] = {
 }
 SERVE_KEYS: dict[str, str | None] = {"prompt_fn": "chat", "image_token": "auto"}
 CHAT_KEYS = {"builder": "auto", **SERVE_KEYS}
-# components of these registries may name default keys that suit them, {"loss_fn": "rm"}
-SUGGESTING = ("collate_fn", "model")
 # a check needs these keys of a training run only with a dataset
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
-# options that --help shows; --help all shows all
 # option -> the one that follows from it. If typed, either wins; a saved config has both, and there
 # the first wins.
 FOLLOWING = {"num_train_epochs": "total_steps", "warmup_ratio": "warmup_steps"}
-FEW = 20  # options that --help shows without a choice
+FEW = 20  # options that --help shows without a choice; of more, the common ones
 COMMON = (
     *("model_path", "adapter_path", "dataset_path", "output_dir", "output_path", "resume", "bf16"),
     *("num_stages", "num_devices", "engine", "batch_size", "micro_batch_size", "max_token_num"),
@@ -145,20 +139,15 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     """Read the options of a training run, by default of the words of this process."""
     arguments = _settled(read_arguments(argv, train.RunConfig, keys=TRAIN_KEYS))
     run = arguments.run
-    _check_split(arguments)
     model.check_vision(run)
     data.check_batches(run)
     train.check_learning_rate(run)
-    data.check_images(run)
-    rollouts.check_rollouts(run, arguments.parts)
+    train.check_rollouts(run, arguments.parts)
     return arguments
 
 
 def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
-    """Read the options of a check, which are those of a training run and some of its own.
-
-    The keys that have to do with data may be left out; with --dataset they belong together.
-    """
+    """Read the options of a check: those of a training run, with or without a dataset."""
 
     def keys(given: Mapping[str, Given]) -> Keys:
         has_data = not {"dataset", "dataset_path", "help"}.isdisjoint(given)
@@ -167,34 +156,26 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
         left_out |= set() if has_data else {*DATA_KEYS}
         return {one: key for one, key in TRAIN_KEYS.items() if one in given or one not in left_out}
 
-    arguments = _settled(read_arguments(argv, train.CheckConfig, keys=keys))
+    arguments = read_arguments(argv, train.CheckConfig, keys=keys)
     if arguments.run.exported is None:
-        _check_split(arguments)
-    return arguments
-
-
-def _settled(arguments: Arguments[Any]) -> Arguments[Any]:
+        return _settled(arguments)
     return replace(arguments, run=train.settled(arguments.run))
 
 
-def _check_split(arguments: Arguments[Any]) -> None:
-    """Refuse what a split model cannot do, in training and in a check."""
-    run = arguments.run
+def _settled(arguments: Arguments[Any]) -> Arguments[Any]:
+    """Fill in what follows from other options; refuse what a split model cannot do."""
+    run = train.settled(arguments.run)
     train.check_partition(run)
     model.check_part_training(run)
     model.check_lora(run)
-    model.check_methods(run)
-    memory.check_attention(run, arguments.parts["train_model"])
+    train.check_attention(run, arguments.parts["train_model"])
+    return replace(arguments, run=run)
 
 
 def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
     """Read the options of an evaluation; raises as `parse_train_args` does."""
-
-    def keys(given: Mapping[str, Given]) -> Keys:
-        return answer.with_engine_keys(EVALUATE_KEYS, given)
-
+    keys = functools.partial(answer.with_engine_keys, EVALUATE_KEYS)
     arguments = read_arguments(argv, answer.EvaluateConfig, keys=keys, listed=TEST_SPLIT)
-    data.check_images(arguments.run)
     answer.check_engine(arguments.run)
     model.adapter_arguments(arguments.run)
     answer.device_memory(arguments.run)
@@ -211,7 +192,6 @@ def parse_infer_args(argv: Sequence[str] | None = None) -> InferArguments:
     arguments = read_arguments(
         argv, answer.InferConfig, keys=keys, listed=TEST_SPLIT, repeated=("text",)
     )
-    data.check_images(arguments.run)
     answer.device_memory(arguments.run)
     answer.check_engine(arguments.run)
     answer.check_prompts(arguments.run, has_dataset="dataset" in arguments.parts)
@@ -229,14 +209,12 @@ def parse_lm_eval_args(argv: Sequence[str] | None = None) -> Arguments[answer.Lm
     """Read the options of lm_eval; raises as `parse_train_args` does."""
     arguments = read_arguments(argv, answer.LmEvalConfig, keys={})
     answer.check_has_model(arguments.run)
-    answer.check_tasks(arguments.run)
     return arguments
 
 
 def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
     """Read the options of a server; raises as `parse_train_args` does."""
     arguments = read_arguments(argv, serve.ServeConfig, keys=SERVE_KEYS)
-    data.check_images(arguments.run)
     answer.check_has_model(arguments.run)
     serve.check_certificate(arguments.run)
     serve.named_adapters(arguments.run)
@@ -245,12 +223,7 @@ def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
 
 def parse_export_args(argv: Sequence[str] | None = None) -> Arguments[export.ExportConfig]:
     """Read the options of an export; raises as `parse_train_args` does."""
-    words = command_words(argv)
-    gone = {spelled(name): why for name, why in old_names("gone_from_export").items()}
-    for word in words:
-        if why := gone.get(word.partition("=")[0]):
-            raise OptionError(f"{word}: there is no such option any more. {why}")
-    arguments = read_arguments(words, export.ExportConfig, keys={})
+    arguments = read_arguments(argv, export.ExportConfig, keys={})
     export.shard_bytes(arguments.run)
     return arguments
 
@@ -277,15 +250,15 @@ def save_config(arguments: Arguments, path: str | Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     header = "# Every option of this run. Repeat it with --config and this file.\n"
     # only types that plain YAML has
-    plain = json.loads(json.dumps(arguments.as_config(), default=_plain))
+    plain = json.loads(
+        json.dumps(
+            arguments.as_config(), default=lambda one: [*one] if isinstance(one, set) else str(one)
+        )
+    )
     body = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(header + body, encoding="utf-8")
     temporary.replace(path)  # a torn write then leaves no half file
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, set) else str(value)
 
 
 def read_arguments(
@@ -302,47 +275,44 @@ def read_arguments(
     Args:
         keys: the registers that this program chooses from, with their default keys; or a function
             of the options that were given.
-        listed: register -> arguments that are options here although the run supplies them, with
-            their default values.
+        listed: register -> arguments that are options here although the run supplies them.
         repeated: options that may be given several times, a text each time.
-        action: the word behind the program's name, for its help.
     """
     # words and files: name -> what was given
     settable = option_fields(config_class)
-    given = read_words(command_words(argv))
+    typed = read_words(command_words(argv), settable)
     files: list[Given] = []  # in front, so that the command line wins
-    for item in given:
+    for item in typed:
         if item.name == "config":
             if not item.values:
                 raise OptionError(needs_value(item, "the path of a YAML file"))
             for path in item.values:
                 files += read_config(path, settable)
-    given = unfolded([*files, *given], settable)
+    given = [*files, *typed]
+    options = by_name(given, repeated)
     if callable(keys):
-        keys = keys(by_name(given))
+        keys = keys(options)
     imports = list(
         dict.fromkeys(one for item in given if item.name == "import" for one in item.values)
     )
     import_parts(imports)
     # options of a register under its name, however it is spelled
     registers = {_spelled(name): name for name in keys}
-    options = {}
-    for name, item in (by_name(given) | gathered(given, repeated)).items():
+    for name in list(options):
         head, dot, tail = name.partition(".")
-        options[registers.get(head, head) + dot + tail] = item
-    items = settable.values()
+        if head in registers:
+            options[registers[head] + dot + tail] = options.pop(name)
     drop_rivals(options, FOLLOWING)
     if "list" in options:
         _print_and_stop(list_parts())
 
     # the components
     help_words = options.pop("help", None)
-    is_help = help_words is not None
     keys = _with_defaults(options, keys)
-    chosen = _choose(options, keys, may_miss=is_help)
+    chosen = _choose(options, keys, may_miss=help_words is not None)
     owned = _owned_keys(options, chosen)
     keys = {**keys, **owned}
-    chosen |= _choose(options, owned, may_miss=is_help)
+    chosen |= _choose(options, owned, may_miss=help_words is not None)
     if help_words is not None:
         groups = option_groups(config_class)
         if "all" not in help_words.values and len(settable) > FEW:
@@ -356,12 +326,13 @@ def read_arguments(
     settings = {
         name: item for name, item in options.items() if name not in keys and name not in SPECIAL
     }
-    typed = [item for item in items if item.name in settings]
-    parser = _build_parser([("", typed)], chosen, listed=listed)
+    set_here = [item for item in settable.values() if item.name in settings]
+    parser = _build_parser([("", set_here)], chosen, listed=listed)
     known = [*settable, *map(_spelled, keys), *SPECIAL]
     values = convert(parser, settings, also_known=known)
-    typed_values = {item.name: expanded(item, values[item.name]) for item in typed}
-    run = replaced(config_class(), typed_values)
+    run = replaced(
+        config_class(), {item.name: expanded(item, values[item.name]) for item in set_here}
+    )
     parts = {name: chosen_part(name, key, values.get(name) or {}) for name, key in chosen.items()}
     check_limits(run)
     check_together(run)
@@ -389,7 +360,7 @@ def _with_defaults(options: Mapping[str, Given], keys: Keys) -> dict[str, str | 
         known = ALL_REGISTERS["collate_fn"]
         found["collate_fn"] = "pt" if dataset == "corpus" else loss if loss in known else "sft"
     suggested: dict[str, str] = {}
-    for name in SUGGESTING:
+    for name in ("collate_fn", "model"):  # components of these may name keys that suit them
         key, register = given.get(name) or found.get(name) or "", ALL_REGISTERS[name]
         if name in keys and key in register:
             suggested |= register.entry(key).facts.default_keys
@@ -468,5 +439,5 @@ def _print_and_stop(text: str) -> None:
         try:
             print(text, flush=True)
         except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     raise SystemExit(0)

@@ -7,13 +7,12 @@ A component is registered by a decorator or by item assignment, and chosen by it
 
     prompt_register["vqa"] = "[IMAGE]\\n[QUESTION]\\n[ANSWER]"
 
-A run has to know more of some components than their signature; these facts are arguments of the
-decorator:
+Facts that a run needs in addition to the signature are arguments of the decorator:
 
     @loss_fn_register("rm", predicts_tokens=False)
 
-This file does not know any key. Options are parsed in parse_args.py; entry files load the shipped
-components with `import_shelf()` and those of a user with `import_parts()`.
+Entry files load the shipped components with `import_shelf()` and those of a user with
+`import_parts()`. No key is named here.
 """
 
 import dataclasses
@@ -27,10 +26,10 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, dataclass_transform
 
 ROOT = Path(__file__).resolve().parent
 SHELF = (
@@ -48,6 +47,12 @@ SHELF = (
 ENTRY_POINT_GROUP = "stageline.parts"
 
 
+def did_you_mean(word: str, known: Iterable[str], show: Callable[[str], str] = repr) -> str:
+    """Return a sentence that names the known words like a misspelt one; empty for none."""
+    near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(map(show, near))}?" if near else ""
+
+
 class RegisterError(ValueError):
     """A wrong key, a key given twice, or a module of parts that cannot be imported."""
 
@@ -61,8 +66,13 @@ class UnknownKeyError(RegisterError, KeyError):
     """A key that a register does not hold. A `KeyError` too, so that `get()` and `pop()` work."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Facts:
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class _FrozenClass:
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
+class Facts(_FrozenClass):
     """Facts of a component that a run needs in addition to its signature."""
 
     without_effect: tuple[str, ...] = ()  # options that change no result, only speed or place
@@ -70,35 +80,29 @@ class Facts:
     default_keys: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelFacts(Facts):
     for_generation: bool = True  # False: the whole text is rendered, with its end
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainModelFacts(Facts):
     gives_scores: bool = False  # a score for each token in place of logits
     model_types: tuple[str, ...] = ()  # accepted model_type values; empty: any
 
 
-@dataclass(frozen=True, kw_only=True)
 class BuilderFacts(Facts):
     plan: Callable[..., str] | None = None  # (the part's arguments) -> what --plan prints
 
 
-@dataclass(frozen=True, kw_only=True)
 class PromptFnFacts(Facts):
     prepare: Callable[..., object] | None = None  # (processor, **own options), before any row
 
 
-@dataclass(frozen=True, kw_only=True)
 class CollateFacts(Facts):
     needs_groups: bool = False  # the samples of a group are compared
     takes_tokens: bool = False  # samples may be token ids in place of text
     gives_prompts: bool = False  # rows end where an answer begins
 
 
-@dataclass(frozen=True, kw_only=True)
 class LossFacts(Facts):
     # argument -> function of a micro-batch, summed over the whole batch
     counts: Mapping[str, Callable[..., int]] = field(default_factory=dict)
@@ -114,28 +118,23 @@ class LossFacts(Facts):
     samples_answers: bool = False  # the model answers before each step, for rewards
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardFacts(Facts):
     takes_lots: bool = False  # it need not see all answers of a step together
     is_dear: bool = False  # a check does not call it
 
 
-@dataclass(frozen=True, kw_only=True)
 class OptimizerFacts(Facts):
     needs_whole: bool = False  # it needs whole matrices, so --dp-shard is refused
 
 
-@dataclass(frozen=True, kw_only=True)
 class EngineFacts(Facts):
     topology: Callable[..., Any] | None = None  # the options -> its stages and ranks
 
 
-@dataclass(frozen=True, kw_only=True)
 class DocumentFacts(Facts):
     columns_of: Callable[..., list[str]] | None = None  # own options -> the fields read of a row
 
 
-@dataclass(frozen=True, kw_only=True)
 class SplitterFacts(Facts):
     splits_sentences: bool = True  # False: it is not called, pieces can be near-equal
 
@@ -156,50 +155,33 @@ class Entry:
     facts: Any
 
 
+@dataclass(eq=False, repr=False)
 class Register(MutableMapping[str, Any]):
     """Maps keys to parts. Refuses a key that is taken, and knows where each part was registered.
 
     `data` holds an `Entry` for each key; `register[key]` is the part itself.
-
-    Args:
-        name: what the parts are called, `loss_fn`; also names the option, `--loss-fn`.
-        holds: one line saying what a part does; shown by `--list`.
-        contract: how the run calls a part: `part(rows, *, path, [step], **own)`, arguments in
-            brackets where it takes them. The options that go to it by name may be left out.
-        part_type: `callable`, or the type that each part has.
-        option: the option that takes a key, where it is not the name.
-        facts: the class of what a run has to know of a part.
-        takes_several: the option takes several keys, a,b, and options are those of one of them.
     """
 
-    def __init__(
-        self,
-        name: str,
-        holds: str = "",
-        contract: str = "part()",
-        *,
-        part_type: Any = callable,
-        option: str | None = None,
-        facts: type[Facts] = Facts,
-        takes_several: bool = False,
-    ) -> None:
-        self.data: dict[str, Entry] = {}
-        self.name = name
-        self.holds = holds
-        self.contract = contract
-        self.part_type = part_type
-        self.option = option or "--" + name.replace("_", "-")
-        self.facts = facts
-        self.takes_several = takes_several
-        self.is_frozen = False
+    name: str  # name of the parts, `loss_fn`, and of the option, `--loss-fn`
+    holds: str = ""  # one line saying what a part does; shown by `--list`
+    # how the run calls a part, `part(rows, *, path, [step], **own)`: arguments in brackets where
+    # it takes them; options of the run that go to it by name may be left out
+    contract: str = "part()"
+    _: KW_ONLY
+    part_type: Any = callable  # or the type that each part has
+    option: str = ""  # the option that takes a key, where it is not the name
+    facts: type[Facts] = Facts  # the class of what a run has to know of a part
+    takes_several: bool = False  # the option takes a,b, and options are those of one of them
+    data: dict[str, Entry] = field(default_factory=dict)
+    is_frozen: bool = False
+
+    def __post_init__(self) -> None:
+        self.option = self.option or "--" + self.name.replace("_", "-")
 
     def __call__(self, *keys: str, replace: bool = False, **facts: Any) -> Callable:
         """Decorate a function or class to register it under one or more keys, unchanged."""
         if not keys or not all(isinstance(key, str) for key in keys):
-            raise RegisterError(
-                f"@{self.name}_register was used without a key. Write "
-                f"@{self.name}_register('my_key')."
-            )
+            raise RegisterError(f"Write @{self.name}_register('my_key'), with the key as a string.")
         home = _caller_home()
 
         def decorate(part: Any) -> Any:
@@ -244,18 +226,11 @@ class Register(MutableMapping[str, Any]):
         if key in self.data:
             return self.data[key]
         known = sorted(self.data)
-        near = difflib.get_close_matches(str(key).lower(), known, n=3, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-        how = f"@{self.name}_register({str(key)!r})   # above the function or class"
-        if self.part_type is str:
-            how = f"{self.name}_register[{str(key)!r}] = '...'"
         raise UnknownKeyError(
-            f"{option or self.option} {key}: {self.name}_register has no key {key!r}.{hint}\n"
-            f"  It holds: {', '.join(known) or 'nothing (no shelf file was imported)'}.\n"
-            f"  To add one, write in a file of yours\n"
-            f"    from register import {self.name}_register\n"
-            f"    {how}\n"
-            f"  and pass it with --import that_file.py. --list shows every part."
+            f"{option or self.option} {key}: {self.name}_register has no key {key!r}."
+            f"{did_you_mean(str(key).lower(), known)}\n  It holds: {', '.join(known) or 'nothing'}."
+            f"\n  To add one, write `from register import {self.name}_register` and register it in "
+            "a file of yours, and pass that with --import. --list shows every part."
         )
 
     def home(self, key: str) -> str:
@@ -293,11 +268,6 @@ class Register(MutableMapping[str, Any]):
         facts: Mapping[str, Any] = {},
     ) -> None:
         self._refuse_if_frozen(key)
-        if not isinstance(key, str) or not key or key != key.strip() or key.startswith("-"):
-            raise RegisterError(
-                f"{self.name}_register got the key {key!r} at {home}. A key is a non-empty string "
-                f"without outer spaces or a leading '-': it is typed after {self.option}."
-            )
         is_callable = self.part_type is callable
         if not (callable(part) if is_callable else isinstance(part, self.part_type)):
             wanted = getattr(self.part_type, "__name__", self.part_type)
@@ -305,13 +275,11 @@ class Register(MutableMapping[str, Any]):
                 f"{self.name}_register[{key!r}] got a {type(part).__name__} at {home}. Register "
                 f"a {wanted!r}: {self.holds or 'see register.py'}."
             )
-        known = [item.name for item in dataclasses.fields(self.facts)]
+        known = sorted(item.name for item in dataclasses.fields(self.facts))
         for fact in facts.keys() - set(known):
-            near = difflib.get_close_matches(fact, known, n=2, cutoff=0.6)
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
             raise RegisterError(
-                f"{self.name}_register[{key!r}] has {fact}={facts[fact]!r} at {home}, and no "
-                f"{self.name} part has such a fact.{hint} Known are: {', '.join(sorted(known))} "
+                f"{self.name}_register[{key!r}] has the unknown fact {fact}={facts[fact]!r} at "
+                f"{home}.{did_you_mean(fact, known, str)} Known are: {', '.join(known)} "
                 "(docs/add_a_part.md)."
             )
         if key in self.data and not replace:
@@ -330,15 +298,12 @@ class Register(MutableMapping[str, Any]):
 
 
 def _caller_home() -> str:
-    """Return `file:line` that registers a component: the outermost call in its file."""
+    """Return `file:line` that registers a component."""
     frame = sys._getframe(1)
     ours = {__name__, "_collections_abc", "collections.abc"}
     while frame.f_back is not None and frame.f_globals.get("__name__") in ours:
         frame = frame.f_back
-    file = frame.f_code.co_filename
-    while frame.f_back is not None and frame.f_back.f_code.co_filename == file:
-        frame = frame.f_back
-    return f"{file}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 # docs/add_a_part.md explains these contracts.
@@ -423,7 +388,7 @@ tracker_register = Register(
 engine_register = Register(
     "engine",
     "runs the training: pipeline, streaming",
-    "part(plan, data)",
+    "part(config, data)",
     facts=EngineFacts,
 )
 document_register = Register(
@@ -452,94 +417,58 @@ def freeze_registers() -> None:
 
 
 def import_shelf(*names: str) -> None:
-    """Import shelf modules, and make sure that they are the ones next to this file.
-
-    Args:
-        names: some of `SHELF`; all of them when none is given.
-
-    Raises:
-        RegisterError: an installed package has taken the name, or the file is missing.
-    """
+    """Import modules of `SHELF`, by default all, which must be the ones next to this file."""
     for name in names or SHELF:
-        found = _module_file(name)  # without an import: an unknown module must not run
+        spec = importlib.util.find_spec(name)  # no import: an unknown module must not run
+        found = Path(spec.origin or "").resolve() if spec is not None else None
         if found not in (ROOT / f"{name}.py", ROOT / name / "__init__.py"):
             raise RegisterError(
-                f"The module {name!r} was found at {found or 'no place on sys.path'}. It must come "
-                f"from {ROOT}, where register.py is. Run the entry file as a file "
-                f"(python {ROOT / 'train_pp.py'} ..., without -m, -P or PYTHONSAFEPATH), or rename "
-                f"the other {name!r}."
+                f"The module {name!r} was found at {found or 'no place on sys.path'}, not in "
+                f"{ROOT}. Run {ROOT / 'train_pp.py'} as a file, or rename the other {name!r}."
             )
         importlib.import_module(name)
-
-
-def _module_file(name: str) -> Path | None:
-    """Return the file of a top-level module, imported or not; None if there is none."""
-    if name in sys.modules:
-        file = getattr(sys.modules[name], "__file__", None)
-    else:
-        spec = importlib.util.find_spec(name)
-        file = spec.origin if spec is not None else None
-    return Path(file).resolve() if file else None
 
 
 def import_parts(specs: Iterable[str]) -> list[ModuleType]:
     """Import the parts of a user, one module a spec.
 
-    Args:
-        specs: a path ending in `.py`, the name of an entry point of the group `stageline.parts`,
-            or a dotted module name.
-
-    Raises:
-        RegisterError: the file is missing, its stem is taken, or it fails while it is imported.
+    A spec is a path ending in `.py`, the name of an entry point of the group `stageline.parts`, or
+    a dotted module name.
     """
     return [_import_one(spec) for spec in specs]
 
 
 def _import_one(spec: str) -> ModuleType:
-    load: Callable[[], Any] = functools.partial(importlib.import_module, spec)
-    if spec.endswith(".py"):
-        path = Path(spec).expanduser().resolve()
-        spec, stem = str(path), path.stem
+    path = Path(spec).expanduser().resolve() if spec.endswith(".py") else None
+    name = spec
+    if path is not None:
         if not path.is_file():
             raise RegisterError(
-                f"--import {path}: there is no such file. Check the path; it is relative to the "
-                f"directory you are in ({Path.cwd()})."
+                f"--import {path}: there is no such file. Correct the path ({Path.cwd()} is here)."
             )
-        home = _module_file(stem) if stem.isidentifier() else None
-        is_taken = home != path and (home is not None or stem in sys.modules)
-        if is_taken or not stem.isidentifier():
-            taken = f"already the module {home or '(built in)'}"
-            name = re.sub(r"\W", "_", stem)
-            raise RegisterError(
-                f"--import {path}: {stem!r} is {taken if is_taken else 'no Python name'}. Rename "
-                f"the file, for example to my_{name}.py: it is imported under its stem."
-            )
+        name = path.stem
         if str(path.parent) not in sys.path:
             # spawned workers need it; it is last, so that it hides no module
             sys.path.append(str(path.parent))
         importlib.invalidate_caches()
-        load = functools.partial(importlib.import_module, stem)
-    else:
-        for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=spec):
-            load = entry_point.load
     try:
-        return load()
+        plugins = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
+        for entry_point in plugins if path is None else ():
+            return entry_point.load()
+        module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
+        machinery = (__file__, "<frozen", str(Path(importlib.__file__).parent))
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [one for one in frames if not one.filename.startswith(machinery)]
+        at = f"\n  at {places[-1].filename}:{places[-1].lineno}" if places else ""
         raise RegisterError(
-            f"--import {spec} does not import: {type(error).__name__}: {error}\n"
-            f"  at {_place_of(error)}\n"
-            f"  Correct that line, or try `python -c 'import ...'` on it first."
+            f"--import {spec} does not import: {type(error).__name__}: {error}{at}\n"
+            "  Correct that line, or try `python -c 'import ...'` on it first."
         ) from error
-
-
-def _place_of(error: BaseException) -> str:
-    """Return `file:line` where an import failed, without frames of the import machinery."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    machinery = (str(Path(__file__).resolve()), "<frozen", str(Path(importlib.__file__).parent))
-    places = [
-        f"{frame.filename}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(machinery)
-    ]
-    return places[-1] if places else "no line of it: it was not found"
+    home = getattr(module, "__file__", None)
+    if path is not None and (home is None or Path(home).resolve() != path):
+        raise RegisterError(
+            f"--import {path}: {name!r} is already the module {home or '(built in)'}. Rename the "
+            f"file, for example to my_{name}.py: it is imported under its stem."
+        )
+    return module

@@ -268,7 +268,8 @@ def _fill(
             # built in its dtype, as stages are: the value of a buffer may depend on it
             whole = auto_class.from_config(config, dtype=dtype).train()
             randomise(whole)
-            batches = probe_batches(whole, family.kind, dtype)
+            tower = whole if family.kind == "vision" else None
+            batches = probe_batches(whole.config, dtype, tower=tower)
             for batch in batches:
                 loss = loss_of(whole(**model_inputs(batch), use_cache=False).logits, batch)
                 loss.backward()

@@ -24,7 +24,6 @@ from accelerate.utils import compute_module_sizes, get_balanced_memory
 
 from stageline.inference.model_cutter import (
     HEADROOM,
-    Homes,
     ModelCutter,
     device_bytes,
     format_table,
@@ -189,13 +188,12 @@ def maps():
             new = ModelCutter(model, **options)
             by_number = device_bytes(bytes_of, old.homes, memory)
             by_bytes = new.devices()
-            is_cut = " tower cut" if any(new.homes.blocks) else ""
             auto = auto_map(model, bytes_of, memory)
             shown = "to CPU or disk" if auto is None else f"{auto:.1%}"
             cache = sum(layer.cache for layer in bytes_of.layers) / GIB
             print(
                 f"| {name} | {load} | {machine} | {bytes_of.weights / GIB:.1f} | {cache:.1f} | "
-                f"{largest(by_number)} | {shown} | {largest(by_bytes)}{is_cut} |",
+                f"{largest(by_number)} | {shown} | {largest(by_bytes)} |",
                 flush=True,
             )
         if name == "InternVL3-8B":
@@ -221,7 +219,7 @@ def real():
     weights = sum(p.nbytes for p in [*model.parameters(), *model.buffers()])
     for rows, length in ((1, 256), (4, 256), (8, 128), (4, 768)):
         stated = measure_model(model_on_meta(config, dtype=torch.float32), Load(rows, length))
-        found = device_bytes(stated, Homes((0,) * 30), [GIB])[0]
+        found = device_bytes(stated, [0] * 30, [GIB])[0]
         ids_BT = torch.randint(9, 49152, (rows, length - 4))
         mask_BT = torch.ones_like(ids_BT)
         mask_BT[0, : rows - 1] = 0

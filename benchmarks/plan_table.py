@@ -211,8 +211,7 @@ def plan(costs, num_cards, card):
             continue
         schedule = make_schedule(name, num_ranks=num_cards, stages_per_rank=each)
         capacities = (card.capacity,) * num_cards
-        options = {"most_splits": 1, "most_steps": 8}
-        placement = Placement(costs, schedule, SAMPLES, RULES, capacities, **options)
+        placement = Placement(costs, schedule, SAMPLES, RULES, capacities, most_steps=8)
         expectation = placement.expect(placement.by_seconds())
         found.append((placement.overshoot(expectation.memory), expectation))
     excess = min(found, key=lambda one: one[0])[0]

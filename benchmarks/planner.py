@@ -203,7 +203,7 @@ def every_way(costs_of_size, num_ranks):
         count = NUM_SAMPLES // size
         for schedule in legal_schedules(num_ranks, count, costs.num_layers):
             planned = Placement(
-                costs, schedule, count, rules=MemoryRules(), most_splits=200, most_steps=40
+                costs, schedule, count, rules=MemoryRules(), most_steps=40
             ).by_seconds()
             uniform = splits_of(costs.num_layers, schedule.num_stages)
             for split in [planned] + ([uniform] if uniform != planned else []):

@@ -67,9 +67,9 @@ class Opened:
 
 
 @contextmanager
-def opened(arguments: Arguments, replicas: EvaluationReplicas) -> Iterator[Opened | None]:
+def opened(config: Arguments, replicas: EvaluationReplicas) -> Iterator[Opened | None]:
     """Open the model that answers; None in a process that only computes, once it is done."""
-    run = arguments.run
+    run = config.run
     if run.engine == "pipeline":
         with open_decoding(run) as decoding:
             if decoding is None:
@@ -100,36 +100,36 @@ def opened(arguments: Arguments, replicas: EvaluationReplicas) -> Iterator[Opene
             images_per_prompt=run.images.max_count,
             trust_remote_code=run.trust_remote_code,
         )
-        config = load_config(folder, trust_remote_code=run.trust_remote_code)
+        model_config = load_config(folder, trust_remote_code=run.trust_remote_code)
         facts = {"tensor_parallel_size": vllm.num_devices, "folder": str(folder)}
-        yield Opened(vllm, vllm.processor, facts, True, config)
+        yield Opened(vllm, vllm.processor, facts, True, model_config)
     else:  # the builder makes a model over some devices, or an endpoint
         _take_own_devices(run, replicas)
-        model, processor, device_map = build_model(arguments)
+        model, processor, device_map = build_model(config)
         facts = {"device_map": {name: str(place) for name, place in device_map.items()}}
         yield Opened(model, processor, facts, config=getattr(model, "config", None))
 
 
-def build_model(arguments: Arguments) -> tuple[Any, Any, dict[str, Any]]:
+def build_model(config: Arguments) -> tuple[Any, Any, dict[str, Any]]:
     """Return the model, processor and device_map of the builder component."""
-    builder = arguments.parts["builder"]
-    return builder.part(arguments.run.model_path, **_builder_arguments(arguments))
+    builder = config.parts["builder"]
+    return builder.part(config.run.model_path, **_builder_arguments(config))
 
 
-def plan_model(arguments: Arguments) -> int:
+def plan_model(config: Arguments) -> int:
     """Print what the builder component would place on which device; return the exit code."""
-    builder = arguments.parts["builder"]
+    builder = config.parts["builder"]
     plan = builder.facts.plan
     if plan is None:
         raise UserError(
             f"--builder {builder.key} has no plan to show. Use --builder auto, or drop --plan."
         )
-    print(plan(arguments.run.model_path, **_builder_arguments(arguments)))
+    print(plan(config.run.model_path, **_builder_arguments(config)))
     return 0
 
 
-def _builder_arguments(arguments: Arguments) -> dict[str, Any]:
-    run, builder = arguments.run, arguments.parts["builder"]
+def _builder_arguments(config: Arguments) -> dict[str, Any]:
+    run, builder = config.run, config.parts["builder"]
     placement: dict[str, Any] = {"visual_gpu_ratio": run.visual_gpu_ratio}
     if takes(builder.part, "placement") == "no":  # it counts layers
         placement = {"visual_gpu_ratio": run.visual_gpu_ratio or 0.0}
@@ -162,20 +162,14 @@ def _take_own_devices(run: Any, replicas: EvaluationReplicas) -> None:
         )
     first = int(os.environ.get("LOCAL_RANK", replicas.index)) * each
     os.environ[variable] = ",".join(names[first : first + each])
-    if len(accelerators(run.device)) != each:
-        raise UserError(
-            f"A replica has {variable}={os.environ[variable]}, and torch sees other devices, whose "
-            f"driver had been started. Start the replicas by torchrun, each with its {variable}, "
-            "or take one."
-        )
 
 
-def answer_settings(arguments: Arguments) -> dict[str, Any]:
+def answer_settings(config: Arguments) -> dict[str, Any]:
     """Return all that changes an answer: not where files are written, nor on how many devices.
 
     Nor does the engine, as long as the likeliest tokens are taken.
     """
-    run = arguments.run
+    run = config.run
     left_out = {
         spelled(name)[2:]
         for name, item in option_fields(run).items()
@@ -184,10 +178,10 @@ def answer_settings(arguments: Arguments) -> dict[str, Any]:
     left_out.add("metric")
     if run.engine in ("device_map", "api") or run.temperature == 0:
         left_out.add("engine")
-    for name, chosen in arguments.parts.items():
+    for name, chosen in config.parts.items():
         left_out |= {spelled(f"{name}.{option}")[2:] for option in chosen.facts.without_effect}
-    config = arguments.as_config()
-    return {name: value for name, value in config.items() if name not in left_out}
+    told = config.as_config()
+    return {name: value for name, value in told.items() if name not in left_out}
 
 
 @dataclass(frozen=True)
@@ -201,7 +195,7 @@ class Answered:
 
 
 def answer_samples(
-    arguments: Arguments,
+    config: Arguments,
     open_dataset: Callable[[], Any],
     *,
     check: Callable[[Any, range], None] = lambda dataset, rows: None,
@@ -213,9 +207,9 @@ def answer_samples(
     Returns:
         None after a plan or a check, where answers are missing, or another process has them.
     """
-    run = arguments.run
+    run = config.run
     if run.plan:
-        plan_model(arguments)
+        plan_model(config)
         return None
 
     # the replica of this process, of those that `start_processes` has started
@@ -246,17 +240,17 @@ def answer_samples(
     folder = Path(run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "predictions.jsonl"
-    settings = answer_settings(arguments)
+    settings = answer_settings(config)
     # training may have changed the weights of a folder since the last call
     folders = [Path(one) for one in (run.model_path, *(run.adapter_path or ())) if one]
     weights = [folder_facts(one) for one in folders if one.is_dir()]
     key = fingerprint({**settings, "weights": weights})
     if replicas.is_main:
         bad_rows.write(folder / "bad_rows.jsonl")
-        save_config(arguments, folder / "config.yaml")
+        save_config(config, folder / "config.yaml")
         merge_shards(path)  # a killed run leaves shards behind
         replicas.tell("merged")
-    replicas.wait_for_main("merged")
+    replicas.wait_for([0], "merged")
     file, outcome = PredictionFile(path, settings_key=key), Outcome()
     samples = {row: dataset[row][1] for row in rows}
     check_same_samples(file.records, list(samples.values()), path=file.path)
@@ -271,7 +265,7 @@ def answer_samples(
         own = file
         if several and share:
             own = PredictionFile(shard_path(path, replicas.index), settings_key=key)
-        with opened(arguments, replicas) as found:
+        with opened(config, replicas) as found:
             if found is not None:
                 if replicas.is_main:
                     facts = {"engine": run.engine, "dtype": run.precision, **found.facts}
@@ -280,11 +274,11 @@ def answer_samples(
                     (folder / ENGINE_FILE).write_text(text, encoding="utf-8")
                     if "device_map" in facts:
                         print(f"devices: {sorted(set(facts['device_map'].values()))}")
-                outcome = ask(arguments, dataset, share, own, found, images, replicas)
+                outcome = ask(config, dataset, share, own, found, images, replicas)
     if missing and several:
         replicas.tell("answered")
         if replicas.is_main:
-            replicas.wait_for_all("answered")
+            replicas.wait_for(range(replicas.count), "answered")
             merge_shards(path)
             file = PredictionFile(path, settings_key=key)
             left = [one for row in missing if (one := str(samples[row]["id"])) not in file.records]
@@ -311,7 +305,7 @@ def answer_samples(
 
 
 def ask(
-    arguments: Arguments,
+    config: Arguments,
     dataset: Any,
     rows: Any,
     file: PredictionFile,
@@ -320,10 +314,10 @@ def ask(
     replicas: EvaluationReplicas,
 ) -> Outcome:
     """Ask the model component for the given rows."""
-    run, parts = arguments.run, arguments.parts
+    run, parts = config.run, config.parts
     processor, part = found.processor, parts["model"].part
-    prepare(arguments, processor, found.model, found.config, images)
-    texts = {**texts_of(parts), "prompt_fn": fill_function(arguments)}
+    prepare(config, processor, found.model, found.config, images)
+    texts = {**texts_of(parts), "prompt_fn": fill_function(config)}
     options = {**handed_to("model", run), **parts["model"].kwargs}
 
     def num_tokens(rendered: Any, images: Any) -> int:
@@ -345,14 +339,14 @@ def ask(
 
 
 def prepare(
-    arguments: Arguments, processor: Any, model: Any, config: Any, images: ImageSettings
+    config: Arguments, processor: Any, model: Any, model_config: Any, images: ImageSettings
 ) -> None:
     """Prepare a processor for texts and images of the options, and a model to match it."""
-    tiling = Tiling(**arguments.run.images.tiling())
-    prepare_texts(arguments.parts["prompt_fn"], processor, model)
+    tiling = Tiling(**config.run.images.tiling())
+    prepare_texts(config.parts["prompt_fn"], processor, model)
     prepare_images(processor, images, tiling)
-    if tiling.is_given and config is not None:
-        match_config(config, processor)
+    if tiling.is_given and model_config is not None:
+        match_config(model_config, processor)
 
 
 def prepare_texts(prompt_fn: Any, processor: Any, model: Any) -> None:
@@ -364,9 +358,9 @@ def prepare_texts(prompt_fn: Any, processor: Any, model: Any) -> None:
         model.stop_ids = tuple(stop_ids_with(list(model.stop_ids), processor))
 
 
-def fill_function(arguments: Arguments) -> Callable:
+def fill_function(config: Arguments) -> Callable:
     """Return the prompt_fn component, with examples for each sample where asked for."""
-    run, parts = arguments.run, arguments.parts
+    run, parts = config.run, config.parts
     fill = parts["prompt_fn"].bound
     if not getattr(run, "num_fewshot", 0):
         return fill

@@ -14,7 +14,7 @@ import signal
 import sys
 from typing import Any
 
-from commands import importing, quiet_transformers, start
+from commands import quiet_transformers, start
 from commands.stages import check_model_path
 from options.answer import ChatConfig, ChatSettings
 from options.fields import check_limits, option_fields
@@ -27,22 +27,21 @@ SHELF = ("models", "prompt_fn")
 
 def main() -> int:
     """Talk until the input ends; return the exit code."""
-    arguments = start(parse_chat_args, *SHELF)
-    run, parts = arguments.run, arguments.parts
-    with importing():  # after the options: --help answers at once
-        import transformers
+    config = start(parse_chat_args, *SHELF)
+    run, parts = config.run, config.parts
+    import transformers  # after the options: --help answers at once
 
-        from commands.answer_run import build_model, plan_model, prepare_texts
-        from stageline.inference.dialogue import (
-            HELP,
-            Dialogue,
-            LocalModel,
-            Server,
-            note,
-            read_message,
-            server_url,
-        )
-        from stageline.inference.remote import Endpoint
+    from commands.answer_run import build_model, plan_model, prepare_texts
+    from stageline.inference.dialogue import (
+        HELP,
+        Dialogue,
+        LocalModel,
+        Server,
+        note,
+        read_message,
+        server_url,
+    )
+    from stageline.inference.remote import Endpoint
 
     engine: LocalModel | Server
     if run.server:
@@ -57,9 +56,9 @@ def main() -> int:
     else:
         check_model_path(run, parts["builder"].part)
         if run.plan:
-            return plan_model(arguments)
+            return plan_model(config)
         quiet_transformers()
-        model, processor, _ = build_model(arguments)
+        model, processor, _ = build_model(config)
         if processor is None or not isinstance(model, transformers.PreTrainedModel):
             raise UserError(
                 f"--builder {parts['builder'].key} loads no model here. Use --builder auto."

@@ -7,12 +7,13 @@ with the functions that train_pp.py uses. Exit code 0: equal; 1: a difference, t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from commands import importing, quiet_transformers, start
+from commands import quiet_transformers, start
 from commands.stages import with_family_key
 from commands.train import SHELF  # the import registers the engines of training commands
 from options.fields import given_options, spelled
@@ -22,10 +23,11 @@ from parse_args import CheckArguments, parse_check_args
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
-    from stageline.distributed.process_group import DistributedContext
+    from torch import nn
+
     from stageline.pipeline.schedules import Schedule
     from stageline.verify.batches import MicroBatch
-    from stageline.verify.whole_model import ModelSource, Preparation, WholeModel
+    from stageline.verify.whole_model import ModelSource, Preparation
 
 LEAST_MICRO_BATCHES = 4
 MOST_MICRO_BATCHES = 8  # a difference shows in a few micro-batches of a dataset
@@ -33,31 +35,22 @@ MOST_MICRO_BATCHES = 8  # a difference shows in a few micro-batches of a dataset
 
 def main() -> int:
     """Run the check; return the exit code."""
-    arguments = start(parse_check_args, *SHELF)
-    if arguments.run.exported is not None:
+    config = start(parse_check_args, *SHELF)
+    if config.run.exported is not None:
         from commands.export import check_exported
 
-        return check_exported(arguments)
-    from stageline.distributed.launch import launch_if_needed  # after the options: --help
-
-    arguments, schedule = resolve_schedule(with_family_key(arguments))
-    launch_if_needed(schedule.num_ranks)
-    with importing():  # not in the process that starts the others
-        from stageline.distributed.failure import name_stages
-        from stageline.distributed.process_group import distributed_context
+        return check_exported(config)
+    config, schedule = resolve_schedule(with_family_key(config))
     quiet_transformers()
-    # rank 0 also trains the whole model, for which the others may have to wait
-    with distributed_context(num_ranks=schedule.num_ranks, device="cpu", timeout=7200.0) as context:
-        name_stages(schedule.stages_of(context.pp_rank))
-        return check(arguments, context, schedule)
+    return check(config, schedule)
 
 
-def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedule]:
+def resolve_schedule(config: CheckArguments) -> tuple[CheckArguments, Schedule]:
     """Return the options with the number of stages, and their pipeline, of two ranks by default."""
     from stageline.pipeline.schedules import default_stages_per_rank
     from stageline.pipeline.topology import resolve_topology
 
-    run = arguments.run
+    run = config.run
     num_stages = run.num_stages
     if num_stages is None and not run.schedule.endswith(".csv"):
         num_stages = 2 * (run.stages_per_rank or default_stages_per_rank(run.schedule))
@@ -74,33 +67,30 @@ def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedul
         dp_degree=1,
     )
     run = dataclasses.replace(run, num_stages=topology.num_stages)
-    return dataclasses.replace(arguments, run=run), topology.schedule
+    return dataclasses.replace(config, run=run), topology.schedule
 
 
-def check(arguments: CheckArguments, context: DistributedContext, schedule: Schedule) -> int:
-    """Check the split of one pipeline; print the report on rank 0."""
-    with importing():
-        from commands.train_data import check_scores
-        from commands.train_parts import bind_loss
-        from stageline.verify.checker import check_split
-        from stageline.verify.compare import Report
-        from stageline.verify.whole_model import ModelSource
+def check(config: CheckArguments, schedule: Schedule) -> int:
+    """Check the split of one pipeline in this process; print the report."""
+    from commands.train_data import check_scores
+    from commands.train_parts import bind_loss
+    from stageline.verify.checker import Report, check_split
+    from stageline.verify.whole_model import ModelSource
 
-    run, model = arguments.run, arguments.parts["train_model"]
-    check_scores(arguments)
+    run, model = config.run, config.parts["train_model"]
+    check_scores(config)
     if model.kwargs.get("output_router_logits"):
         raise UserError(
             "--train-model.output_router_logits is unknown to the unsplit model. Set "
             "output_router_logits in config.json for a check."
         )
-    report = Report(notes=notes_of(arguments))
-    passed = check_split(
-        context,
-        schedule=schedule,
+    report = Report(notes=notes_of(config))
+    check_split(
+        schedule,
         source=ModelSource(run.config_path, run.model_path, run.processor_path),
-        build=functools.partial(build, arguments, context),
-        make_batches=functools.partial(make_batches, arguments, context, schedule),
-        loss_fn=bind_loss(arguments),
+        build=functools.partial(build, config),
+        make_batches=functools.partial(make_batches, config, schedule),
+        loss_fn=bind_loss(config),
         steps=run.check.steps,
         tolerance=run.check.tolerance,
         layers=run.check.layers,
@@ -110,16 +100,15 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
         trust_remote_code=run.trust_remote_code,
         report=report,
     )
-    if context.is_main:
-        print(report, flush=True)
-        if run.output_dir:
-            print(f"saved {report.save(run.output_dir)}", flush=True)
-    return 0 if passed else 1
+    print(report, flush=True)
+    if run.output_dir:
+        print(f"saved {report.save(run.output_dir)}", flush=True)
+    return 0 if report.passed else 1
 
 
-def notes_of(arguments: CheckArguments) -> list[str]:
+def notes_of(config: CheckArguments) -> list[str]:
     """Return what of the training command is done otherwise here."""
-    run = arguments.run
+    run = config.run
     given = [name for name in given_options(run) if name in NOT_CHECKED]
     notes = [f"{spelled(name)} is left out of a check" for name in given]
     if run.precision != "fp32":
@@ -128,23 +117,16 @@ def notes_of(arguments: CheckArguments) -> list[str]:
         notes.append(f"--device {run.device}: a check runs on the CPU")
     if (run.dp_degree or 1) > 1:
         notes.append("--dp-degree: one replica is checked")
-    if "dataset" in arguments.parts and arguments.parts["dataset"].kwargs.get("rows") == "packed":
+    if "dataset" in config.parts and config.parts["dataset"].kwargs.get("rows") == "packed":
         notes.append("--dataset.rows packed: a segment a row is checked, as --packing would be")
     return notes
 
 
-def build(
-    arguments: CheckArguments,
-    context: DistributedContext,
-    *,
-    stage: int,
-    num_stages: int,
-    source: ModelSource,
-) -> Any:
+def build(config: CheckArguments, *, stage: int, num_stages: int, source: ModelSource) -> Any:
     """Build a stage as train_pp.py does; with `num_stages` of 1 the whole component."""
     from commands.train_parts import stage_builder
 
-    run = arguments.run
+    run = config.run
     changed = for_check(
         run,
         config_path=source.config_path,
@@ -152,49 +134,37 @@ def build(
         processor_path=source.processor_path,
         gradient_checkpointing=run.gradient_checkpointing and num_stages == run.num_stages,
     )
-    builder = stage_builder(dataclasses.replace(arguments, run=changed))
-    return builder.build(stage, num_stages=num_stages, device=context.device)
+    builder = stage_builder(dataclasses.replace(config, run=changed))
+    return builder.build(stage, num_stages=num_stages, device="cpu")
 
 
 def make_batches(
-    arguments: CheckArguments,
-    context: DistributedContext,
-    schedule: Schedule,
-    preparation: Preparation,
-    whole: WholeModel | None,
+    config: CheckArguments, schedule: Schedule, preparation: Preparation, whole: nn.Module
 ) -> Callable[[int], list[MicroBatch]]:
     """Return step -> its micro-batches: of the dataset, of random ids, or pictures."""
     import torch
 
-    from commands.train_data import Data, make_loader
-    from stageline.checkpoint.layout import Ranks
-    from stageline.verify.batches import drop_pixels, probe_batches, random_batches
+    from commands.train_data import Data, make_loader, without_processes
+    from stageline.verify.batches import probe_batches
 
-    run, config = arguments.run, preparation.config
-    if "dataset" not in arguments.parts:
+    run, model_config = config.run, preparation.config
+    if "dataset" not in config.parts:
         count = schedule.legal_micro_batches(LEAST_MICRO_BATCHES)
-        ranks = Ranks.of(context.pp_group)
-        has_images = 0 in schedule.stages_of(context.pp_rank)
-
-        def pictures(seed: int) -> list[MicroBatch] | None:
-            """Draw pictures and ids on rank 0, which has the tower; None: a family without."""
-            assert whole is not None
-            model = getattr(whole.model, "whole", whole.model)
-            try:
-                return probe_batches(
-                    model, "vision", torch.float32, num_micro_batches=count, seed=seed
-                )
-            except (UserError, AttributeError):
-                return None
+        has_tower = getattr(model_config, "vision_config", None) is not None
 
         @functools.cache
         def drawn(step: int) -> list[MicroBatch]:
-            made = None
-            if getattr(config, "vision_config", None) is not None:
-                made = ranks.on_first(lambda: pictures(run.seed + step * count))
-            if made is None:
-                return random_batches(config, num_micro_batches=count, seed=run.seed + step)
-            return made if has_images else [drop_pixels(batch) for batch in made]
+            make = functools.partial(
+                probe_batches,
+                model_config,
+                torch.float32,
+                num_micro_batches=count,
+                seed=run.seed + step * count,
+            )
+            if has_tower:
+                with contextlib.suppress(UserError, AttributeError):  # a family without pictures
+                    return make(tower=getattr(whole, "whole", whole))
+            return make()
 
         return drawn
 
@@ -204,11 +174,13 @@ def make_batches(
     }
     num_micro_batches = schedule.legal_micro_batches(min(run.num_micro_batches, MOST_MICRO_BATCHES))
     changes["batch_size"] = num_micro_batches * run.micro_batch_size
-    changed = dataclasses.replace(arguments, run=for_check(run, **changes))
+    changed = dataclasses.replace(config, run=for_check(run, **changes))
     data = Data(changed)
     if getattr(data.train, "packed", None) is not None:
         data.train = data.train.unpacked()
-    steps = iter(make_loader(changed, data, context, schedule, data.train, is_evaluation=False))
+    steps = iter(
+        make_loader(changed, data, without_processes(1), schedule, data.train, is_evaluation=False)
+    )
     made: list[list[MicroBatch]] = []
 
     def batches(step: int) -> list[MicroBatch]:

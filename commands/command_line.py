@@ -5,7 +5,6 @@ exit codes are the command's; this file knows none of its options, and loads nei
 command to list what there is.
 """
 
-import difflib
 import importlib
 import importlib.metadata
 import os
@@ -65,8 +64,6 @@ COMMANDS = {
         "train", "every part that can be chosen, with file and line", TRAIN, ("--list",)
     ),
 }
-# former commands -> the programs that replace them
-MOVED = {"import-llamafactory": "tools/import_llamafactory.py", "tiny": "tools/tiny_model.py"}
 ENVIRONMENT = "env"
 
 
@@ -121,16 +118,12 @@ def find_command(name: str) -> Command:
     """Return the command of a name."""
     if name in COMMANDS:
         return COMMANDS[name]
-    if name in MOVED:
-        raise UserError(
-            f"`stageline {name}` is `python {MOVED[name]}` now. Its options are the same."
-        )
+    from register import did_you_mean
+
     known = [*COMMANDS, ENVIRONMENT]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise UserError(
-        f"{name!r} is not a command of stageline.{hint} Begin with one of {', '.join(known)}; "
-        "`stageline --help` has a line on each."
+        f"{name!r} is not a command of stageline.{did_you_mean(name, known, str)} Begin with one "
+        f"of {', '.join(known)}; `stageline --help` has a line on each."
     )
 
 

@@ -33,12 +33,7 @@ from stageline.errors import INTERRUPTED, PREEMPTED, DataError, UserError
 from stageline.tables import format_table
 
 NUM_BARS = 64
-# ways to fill rows -> name and note
-WAYS = {
-    "segments": ("a segment a row", "; less where rows of a micro-batch are padded to its longest"),
-    "packed": ("packed (pack)", ""),
-    "chunks": ("one stream, cut", ""),
-}
+WAYS = {"segments": "a segment a row", "packed": "packed (pack)", "chunks": "one stream, cut"}
 NUM_SEGMENTS = 10  # that are shown by default
 NAMES = {BEGINS: "begins", ENDS: "ends", HAS_BOS: "BOS", HAS_EOS: "EOS"}
 
@@ -48,15 +43,15 @@ def main() -> int:
     action, _ = split_action(command_words())
     # the dataset of a run determines its rows
     shelf = ("corpus_parts", "dataset") if action == "find-trained" else ("corpus_parts",)
-    arguments = start(parse_corpus_args, *shelf)
+    config = start(parse_corpus_args, *shelf)
     # no rank must save first, so Ctrl-C ends at once; a build continues later
     release_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, stop)
     try:
-        ACTIONS[arguments.action](arguments)
+        ACTIONS[config.action](config)
     except KeyboardInterrupt as interrupt:
-        continues = ": the same command continues" if arguments.action == "write" else ""
+        continues = ": the same command continues" if config.action == "write" else ""
         print(f"interrupted{continues}", file=sys.stderr)
         return PREEMPTED if interrupt.args else INTERRUPTED
     return 0
@@ -67,12 +62,12 @@ def stop(signum: int, frame: Any) -> None:
     raise KeyboardInterrupt(signal.Signals(signum).name)
 
 
-def write(arguments: CorpusArguments) -> None:
+def write(config: CorpusArguments) -> None:
     """Build a corpus, or continue one that was left."""
     from stageline.corpus.build import build_corpus
     from stageline.corpus.input import find_sources, holds_json_lines
 
-    run, document = arguments.run, arguments.parts["document"]
+    run, document = config.run, config.parts["document"]
     own = document.kwargs
     if document.key == "text" and not (own.get("fields") or own.get("template")):
         for source in filter(holds_json_lines, find_sources(run.file_path)):
@@ -81,7 +76,7 @@ def write(arguments: CorpusArguments) -> None:
                 "is. Name the fields of a document with --document.fields.",
                 file=sys.stderr,
             )
-    splitter = arguments.parts["splitter"]
+    splitter = config.parts["splitter"]
     splits = run.do_split_sentences and splitter.facts.splits_sentences
     rules = CutRules(
         seq_length=run.seq_length,
@@ -146,11 +141,11 @@ def open_encoder(path: str | None, known: Any) -> Any | None:
     return encoder
 
 
-def read(arguments: CorpusArguments) -> None:
+def read(config: CorpusArguments) -> None:
     """Show segments, or write the documents back."""
     from stageline.corpus.corpus_files import open_corpus
 
-    run = arguments.run
+    run = config.run
     corpus = open_corpus(run.read_path_prefix)
     known = corpus.header.tokenizer
     path = run.tokenizer_path
@@ -225,29 +220,29 @@ def _opened(path: str | None) -> Iterator[TextIO]:
     part.replace(path)
 
 
-def merge(arguments: CorpusArguments) -> None:
+def merge(config: CorpusArguments) -> None:
     """Join corpora into a new one."""
     from stageline.corpus import tools
 
-    run, new = arguments.run, arguments.run.new_path_prefix
+    run, new = config.run, config.run.new_path_prefix
     header = tools.merge(run.merge_path_prefix, run.merge_path_type, new, overwrite=run.overwrite)
     show_new(new, header)
 
 
-def remove(arguments: CorpusArguments) -> None:
+def remove(config: CorpusArguments) -> None:
     """Copy a corpus without some segments."""
     from stageline.corpus import run_sampler, tools
 
-    run, new = arguments.run, arguments.run.write_data_path_prefix
+    run, new = config.run, config.run.write_data_path_prefix
     gone = run_sampler.load_indices(run.remove_idx_path)
     show_new(new, tools.remove(run.read_data_path_prefix, new, gone, overwrite=run.overwrite))
 
 
-def convert(arguments: CorpusArguments) -> None:
+def convert(config: CorpusArguments) -> None:
     """Copy from and to Megatron-core's files, by what there is."""
     from stageline.corpus import corpus_files, tools
 
-    run = arguments.run
+    run = config.run
     prefix, new = run.read_path_prefix, run.new_path_prefix
     if corpus_files.open_corpus(prefix).header.tokenizer is not None:
         made = tools.to_megatron(prefix, new, overwrite=run.overwrite)
@@ -279,11 +274,11 @@ def show_new(prefix: str, header: CorpusHeader) -> None:
         print(f"  type {kind.id}, {kind.name}: {figures}")
 
 
-def verify(arguments: CorpusArguments) -> None:
+def verify(config: CorpusArguments) -> None:
     """Check all sums and counts."""
     from stageline.corpus import pack, tools
 
-    run = arguments.run
+    run = config.run
     open_encoder(run.tokenizer_path, tools.verify(run.read_path_prefix).tokenizer)
     has_rows = Path(f"{run.read_path_prefix}.pack").exists()
     if has_rows:
@@ -291,11 +286,11 @@ def verify(arguments: CorpusArguments) -> None:
     print(f"{run.read_path_prefix} is whole{', and so are its packed rows' if has_rows else ''}")
 
 
-def pack(arguments: CorpusArguments) -> None:
+def pack(config: CorpusArguments) -> None:
     """Arrange segments into rows."""
     from stageline.corpus.pack import pack_corpus
 
-    run = arguments.run
+    run = config.run
     rows = pack_corpus(run.read_path_prefix, run.seq_length, overwrite=run.overwrite)
     print(
         f"{rows.prefix}.pack: {len(rows):,} rows of {rows.row_length} tokens, "
@@ -303,29 +298,22 @@ def pack(arguments: CorpusArguments) -> None:
     )
 
 
-def stats(arguments: CorpusArguments) -> None:
+def stats(config: CorpusArguments) -> None:
     """Print the figures of a corpus, and draw the lengths of its segments in some dozen bars."""
     from stageline.corpus import pack
-    from stageline.plotting.figures import corpus_figure
+    from stageline.plotting.figures import lengths_figure
     from stageline.plotting.pictures import save_figure
 
-    run = arguments.run
+    run = config.run
     figures = pack.stats(run.read_path_prefix)
     limit, whole = figures.seq_length, figures.whole
     width = -(-limit // NUM_BARS)
     borders = list(range(1, limit + width + 1, width))
-    figure = corpus_figure(
-        {
-            kind.name: (
-                borders,
-                [int(kind.histogram[low : low + width].sum()) for low in borders[:-1]],
-            )
-            for kind in figures.types
-        },
-        padding={name: whole.padding[way] for way, (name, _) in WAYS.items()},
-        tokens={kind.name: kind.num_tokens for kind in figures.types},
-        title=Path(figures.prefix).name,
-    )
+    histograms = {
+        kind.name: [int(kind.histogram[low : low + width].sum()) for low in borders[:-1]]
+        for kind in figures.types
+    }
+    figure = lengths_figure(histograms, borders)
     picture = run.plot_path or f"{run.read_path_prefix}.stats.png"
     save_figure(figure, Path(picture), dpi=110)
     if run.json:
@@ -355,16 +343,16 @@ def stats(arguments: CorpusArguments) -> None:
     fitting = max(1, whole.num_documents - whole.num_cut_documents)
     cuts = f"; cuts {whole.num_chunk_cuts / fitting:.1%} of the documents that would fit"
     print(f"padding of rows of {limit} tokens:")
-    for way, (name, note) in WAYS.items():
-        print(f"  {name:<24}{whole.padding[way]:>8.2%}{cuts if way == 'chunks' else note}")
+    for way, name in WAYS.items():
+        print(f"  {name:<24}{whole.padding[way]:>8.2%}{cuts if way == 'chunks' else ''}")
     print(f"the lengths are drawn in {picture}")
 
 
-def find_trained(arguments: CorpusArguments) -> None:
+def find_trained(config: CorpusArguments) -> None:
     """List the segments that a run has read."""
     from stageline.corpus import mixture, run_sampler
 
-    run, part = arguments.run, arguments.parts["dataset"]
+    run, part = config.run, config.parts["dataset"]
     dataset = part.part(dataset_path=run.read_path_prefix, split="train", **part.kwargs)
     if not hasattr(dataset, "sizes"):
         raise UserError("the run drew from another dataset than a corpus. Give another --run-path.")

@@ -7,7 +7,6 @@ with open_decoding(run) as decoding:
 
 import contextlib
 import functools
-import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -205,8 +204,6 @@ def open_decoding(
             num_groups=run.num_groups,
             short_length=stage.short_length,
         )
-        gc.freeze()  # these objects stay; collection was off while a server started
-        gc.enable()
 
         chain: Chain = LocalChain([decoder])
         if context.num_ranks > 1:

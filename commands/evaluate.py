@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commands import importing, start
+from commands import start
 from commands.stages import start_processes
 from parse_args import EvaluateArguments, parse_evaluate_args
 
@@ -24,12 +24,14 @@ NUM_PICTURES = 36
 
 def main() -> int:
     """Answer what is not answered yet, and report; return the exit code."""
-    arguments = start_processes(start(parse_evaluate_args, *SHELF))
-    with importing():  # after the options: it imports torch and transformers
-        from commands.answer_run import answer_samples
-        from stageline.data.batches.step_maker import make_dataset, read_row
-        from stageline.evaluation.report import check_metric, read_other
-    run, parts = arguments.run, arguments.parts
+    config = start_processes(start(parse_evaluate_args, *SHELF))
+    from commands.answer_run import (
+        answer_samples,  # after the options: it imports torch and transformers
+    )
+    from stageline.data.batches.step_maker import make_dataset, read_row
+    from stageline.evaluation.report import check_metric, read_other
+
+    run, parts = config.run, config.parts
 
     def check(dataset: Any, rows: range) -> None:
         metric = parts["metric"].bound
@@ -39,21 +41,22 @@ def main() -> int:
 
     part = parts["dataset"].bound
     open_dataset = functools.partial(make_dataset, part, dataset_path=run.dataset_path)
-    answered = answer_samples(arguments, open_dataset, check=check)
+    answered = answer_samples(config, open_dataset, check=check)
     if answered is not None:
-        report_on(arguments, answered)
+        report_on(config, answered)
     return 0
 
 
-def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
+def report_on(config: EvaluateArguments, answered: Answered) -> None:
     """Compute the metric from the file; write report.json, report.md and the pictures."""
     from commands.answer_run import ENGINE_FILE
     from stageline.evaluation import report as reports
-    from stageline.evaluation.figures import format_usage, usage_of
+    from stageline.evaluation.figures import usage_of
     from stageline.plotting.pictures import plot_groups
+    from stageline.tables import format_table, markdown_table
 
     # figures
-    run, metric = arguments.run, arguments.parts["metric"]
+    run, metric = config.run, config.parts["metric"]
     dataset, rows, file = answered.dataset, answered.rows, answered.file
     folder = file.path.parent
     bootstrap = reports.Bootstrap(run.bootstrap.resamples, run.bootstrap.seed)
@@ -63,20 +66,15 @@ def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
     figures = metric.part(predictions, samples, **metric.kwargs)
     if usage := usage_of(predictions):
         figures["usage"] = usage
-        print(format_usage(usage))
+        print(", ".join(f"{name} {value}" for name, value in usage.items()))
 
     # the report names the model, the data and the date
-    place = run.model_path or ""  # an API has no folder
-    config = Path(place, "config.json")
-    known = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    names = known.get("architectures") or [known.get("model_type") or place or run.engine]
-    data = arguments.parts["dataset"]
+    data = config.parts["dataset"]
     split = data.kwargs.get("split")
     read = [data.key, run.dataset_path, split and f"split {split}"]
     read.append(f"{len(rows)} of {len(dataset)} rows")
     about = {
-        "model": ", ".join(names),
-        "checkpoint": str(Path(place).resolve()) if config.is_file() else place,
+        "model": run.model_path and str(Path(run.model_path).resolve()),
         "adapter": run.adapter_path,
         "data": ", ".join(str(one) for one in read if one),
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),
@@ -104,8 +102,9 @@ def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
             lower_is_better=bool(figures.get("lower_is_better")),
         )
         report["comparison"] = {"with": run.compare_with, **compared}
-        shown.append(reports.format_comparison(compared))
-        pages.append(reports.comparison_markdown(report["comparison"]))
+        table = reports.comparison_table(compared)
+        shown.append(format_table(table))
+        pages.append(f"## Compared with {run.compare_with}\n\n{markdown_table(table)}\n")
     if others := reports.format_figures(figures):
         shown.append(others)
     reports.write_report(report, folder / "report.json")
@@ -122,7 +121,7 @@ def draw(
 ) -> None:
     """Draw some samples with their predictions; wrong ones first, since they teach most."""
     from stageline.evaluation.report import is_graded
-    from stageline.plotting.pictures import caption, plot_predictions, shown, wrong_first
+    from stageline.plotting.pictures import caption, plot_predictions, shown
 
     scores, has_grades = figures["per_sample"], is_graded(figures)
     order = sorted(range(len(pairs)), key=lambda index: scores[index])[:NUM_PICTURES]
@@ -134,7 +133,7 @@ def draw(
         titles.append(caption(question, predictions[index]["prediction"], answer))
         ids.append(str(sample["id"]))
     correct = [None if has_grades else scores[index] > 0.5 for index in order]
-    summary = wrong_first(sum(score <= 0.5 for score in scores), len(scores), len(order))
-    if has_grades:
-        summary = f"{len(scores)} samples, those of the lowest scores first"
+    summary = f"{len(order)} of {len(scores)} samples, the lowest scores first"
+    if not has_grades:
+        summary += f"; {sum(score <= 0.5 for score in scores)} of all are wrong"
     plot_predictions(images, titles, correct, path, ids=ids, summary=summary)

@@ -9,7 +9,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands import importing, quiet_transformers, start
+from commands import quiet_transformers, start
 from commands.stages import StageBuilder, lora_options, stage_key
 from options.export import shard_bytes
 from options.parts import chosen_part
@@ -26,36 +26,35 @@ NUM_STAGES = 2  # that an export is compared with
 
 def main() -> None:
     """Export, and print what was written."""
-    config = start(parse_export_args).run
-    with importing():  # after the options: --help answers at once
-        import torch
+    run = start(parse_export_args).run
+    import torch  # after the options: --help answers at once
 
-        from stageline.checkpoint.plain_folder import export_folder
+    from stageline.checkpoint.plain_folder import export_folder
 
     quiet_transformers()
-    assert config.model_path is not None and config.output_path is not None
+    assert run.model_path is not None and run.output_path is not None
     report = export_folder(
-        Path(config.model_path),
-        Path(config.output_path),
-        merge=config.merge,
-        adapter_paths=[Path(path) for path in config.adapter_path or ()],
-        adapter_weights=config.adapter_weights,
-        dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
-        max_shard_bytes=shard_bytes(config),
-        overwrites=config.overwrite,
-        trust_remote_code=config.trust_remote_code,
+        Path(run.model_path),
+        Path(run.output_path),
+        merge=run.merge,
+        adapter_paths=[Path(path) for path in run.adapter_path or ()],
+        adapter_weights=run.adapter_weights,
+        dtype=None if run.dtype == "auto" else getattr(torch, run.dtype),
+        max_shard_bytes=shard_bytes(run),
+        overwrites=run.overwrite,
+        trust_remote_code=run.trust_remote_code,
     )
     print(f"exported the {'adapter' if report.is_adapter else 'model'} to {report.folder}")
     for note in report.notes:
         print(f"note: {note}")
 
 
-def check_exported(arguments: "CheckArguments") -> int:
+def check_exported(config: "CheckArguments") -> int:
     """Compare an exported folder with its checkpoint, print how, and return the exit code."""
-    with importing():
-        from stageline.checkpoint.export_files import find_source
-        from stageline.verify.export import check_export
-    run, part = arguments.run, arguments.parts.get("train_model")
+    from stageline.checkpoint.export_files import find_source
+    from stageline.verify.export import check_export
+
+    run, part = config.run, config.parts.get("train_model")
     if run.model_path is None:
         raise UserError("--exported requires --model-path. Add --model-path CHECKPOINT.")
     assert run.exported is not None
@@ -74,8 +73,7 @@ def check_exported(arguments: "CheckArguments") -> int:
     )
     print(
         f"compared with {verdict.reference} ({' and '.join(verdict.probes)}): logits differ by "
-        f"{verdict.difference:.1e} of the largest, {verdict.tolerance} is allowed; generated "
-        "tokens agree"
+        f"{verdict.difference:.1e} of the largest, {verdict.tolerance} is allowed"
     )
     for note in verdict.notes:
         print(f"note: {note}")
@@ -104,14 +102,14 @@ def make_stages(
 
     is_adapter = (folder / ADAPTER_CONFIG).exists()
     base = config_folder(folder)
-    config = load_config(base, trust_remote_code=trust_remote_code)
-    key = key or ("reward" if is_adapter and is_scored(folder) else stage_key(config))
+    model_config = load_config(base, trust_remote_code=trust_remote_code)
+    key = key or ("reward" if is_adapter and is_scored(folder) else stage_key(model_config))
     if key is None:
-        return f"no train_model part is made for {(config.architectures or ['it'])[0]}"
+        return f"no train_model part is made for {(model_config.architectures or ['it'])[0]}"
     builder = StageBuilder(
         chosen_part("train_model", key),
         str(base),
-        min(NUM_STAGES, config.get_text_config(decoder=True).num_hidden_layers),
+        min(NUM_STAGES, model_config.get_text_config(decoder=True).num_hidden_layers),
         checkpoint_path=str(folder),
         trust_remote_code=trust_remote_code,
         options={"is_piece": True},  # needs no processor

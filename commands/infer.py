@@ -8,7 +8,7 @@ printed as well.
 
 from typing import Any
 
-from commands import importing, start
+from commands import start
 from commands.stages import start_processes
 from parse_args import parse_infer_args
 
@@ -17,19 +17,19 @@ SHELF = ("models", "train_model", "prompt", "prompt_fn", "dataset")
 
 def main() -> int:
     """Answer; return the exit code."""
-    arguments = start_processes(start(parse_infer_args, *SHELF))
-    with importing():  # after the options: --help answers at once
-        from commands.answer_run import answer_samples
-        from stageline.data.rows.json_lines import PromptRows
-    run = arguments.run
+    config = start_processes(start(parse_infer_args, *SHELF))
+    from commands.answer_run import answer_samples  # after the options: --help answers at once
+    from stageline.data.rows.json_lines import PromptRows
+
+    run = config.run
 
     def open_prompts() -> Any:
-        if "dataset" in arguments.parts:
-            dataset = arguments.parts["dataset"]
+        if "dataset" in config.parts:
+            dataset = config.parts["dataset"]
             return dataset.part(dataset_path=run.dataset_path, **dataset.kwargs)
         return PromptRows(run.text or (), path=run.prompts)
 
-    answered = answer_samples(arguments, open_prompts)
+    answered = answer_samples(config, open_prompts)
     if answered is None:
         return 0
     rows, file = answered.rows, answered.file

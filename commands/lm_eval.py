@@ -7,7 +7,7 @@ The first rank runs lm_eval; the others follow its engine.
 
 import importlib.util
 
-from commands import importing, is_first, start
+from commands import is_first, start
 from commands.stages import place_stages
 from options.answer import LmEvalConfig
 from parse_args import parse_lm_eval_args
@@ -26,9 +26,8 @@ def main() -> int:
         )
     run, num_processes = place_stages(run)
     launch_if_needed(num_processes)
-    with importing():  # not in the process that starts the others
-        from commands.decode_run import open_decoding
-        from stageline.evaluation.lm_eval import TaskSettings, find_tasks, results_table, run_tasks
+    from commands.decode_run import open_decoding  # not in the process that starts the others
+    from stageline.evaluation.lm_eval import TaskSettings, find_tasks, results_table, run_tasks
 
     manager = None
     if is_first():  # before a model is loaded

@@ -9,7 +9,6 @@ let what is under way finish for --http.shutdown_seconds, a second signal ends a
 from __future__ import annotations
 
 import functools
-import gc
 import importlib.util
 import ipaddress
 import sys
@@ -40,8 +39,8 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 def main() -> int:
     """Serve until a signal comes; return the exit code."""
     speak_of_stops(STOP_WORDS)
-    arguments = start(parse_serve_args, *SHELF)
-    run = arguments.run
+    config = start(parse_serve_args, *SHELF)
+    run = config.run
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
@@ -49,7 +48,6 @@ def main() -> int:
             "install --editable '.[serve]'."
         )
     api_keys = read_api_keys(run)
-    gc.disable()  # until the model is loaded: collection takes an eighth of the import time
     from commands.stages import place_stages
     from stageline.distributed.launch import launch_if_needed
     from stageline.distributed.watchdog import WatchdogRules
@@ -80,11 +78,11 @@ def main() -> int:
                 file=sys.stderr,
             )
         images = ImageSettings(**run.images.limits())
-        prepare(arguments, processor, engine, decoding.config, images)
+        prepare(config, processor, engine, decoding.config, images)
         prompts = PromptMaker(
             processor,
-            render=arguments.parts["prompt_fn"].bound,
-            image_token=arguments.parts["image_token"].bound,
+            render=config.parts["prompt_fn"].bound,
+            image_token=config.parts["image_token"].bound,
             max_length=engine.max_length,
             max_images=settings.max_images,
             max_pixels=run.images.pixel_limit,

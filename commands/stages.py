@@ -55,37 +55,37 @@ def place_stages(run: Any, *, num_replicas: int | None = 1) -> tuple[Any, int]:
     if num_replicas is None:
         num_replicas = max(1, have // num_stages)
     wanted = num_stages * num_replicas
-    if started and started != wanted:
-        times = f" times --num-replicas {num_replicas}" if num_replicas > 1 else ""
-        raise UserError(
-            f"{started} processes were started for --num-stages {num_stages}{times}. Start it "
-            "without torchrun, or correct the numbers."
-        )
+    check_started(wanted, f"--num-stages {num_stages} and --num-replicas {num_replicas}")
     return dataclasses.replace(run, num_stages=num_stages), wanted
 
 
-def start_processes(arguments: AnyArguments) -> AnyArguments:
+def check_started(wanted: int, given: str) -> None:
+    """Refuse another number of processes than the options name, where torchrun has started them."""
+    started = int(os.environ.get("WORLD_SIZE", wanted))
+    if started != wanted:
+        raise UserError(
+            f"{started} processes were started for {given}. Start it without torchrun, or correct "
+            "the numbers."
+        )
+
+
+def start_processes(config: AnyArguments) -> AnyArguments:
     """Start the processes of a run that answers, and return its numbers of stages and replicas."""
     from stageline.distributed.launch import launch_if_needed
 
-    run = arguments.run
-    check_model_path(run, arguments.parts["builder"].part)
+    run = config.run
+    check_model_path(run, config.parts["builder"].part)
     if run.plan or run.check_only:
-        return arguments
+        return config
     if run.engine == "pipeline":
         run, wanted = place_stages(run, num_replicas=run.num_replicas)
         num_replicas = wanted // run.num_stages
     else:
         num_replicas = wanted = run.num_replicas or 1
+    check_started(wanted, f"--num-replicas {num_replicas}")
     launch_if_needed(wanted)
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started != wanted:
-        raise UserError(
-            f"{started} processes were started for --num-replicas {num_replicas}. Start it without "
-            "torchrun, or correct the numbers."
-        )
     run = dataclasses.replace(run, num_replicas=num_replicas)
-    return dataclasses.replace(arguments, run=run)
+    return dataclasses.replace(config, run=run)
 
 
 def check_model_path(run: Any, builder: Callable) -> None:
@@ -228,34 +228,35 @@ class StageBuilder:
         verify(copy, checks, mode=mode, ranks=ranks, say=say)
 
 
-def stage_key(config: "PretrainedConfig") -> str | None:
+def stage_key(model_config: "PretrainedConfig") -> str | None:
     """Return the train_model key of a configuration: its family's, else a generic one."""
     import transformers
 
-    name = (config.architectures or [""])[0]
-    if name.endswith("ForSequenceClassification") and config.num_labels == 1:
+    name = (model_config.architectures or [""])[0]
+    if name.endswith("ForSequenceClassification") and model_config.num_labels == 1:
         return "reward"
     kinds = (
         ("vision_language", "ImageTextToText", transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
         ("causal_lm", "CausalLM", transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
     )
-    remote = getattr(config, "auto_map", None) or {}  # registered where the model is built first
+    remote = getattr(model_config, "auto_map", None) or {}  # registered when the model is built
     for generic, kind, classes in kinds:
         if f"AutoModelFor{kind}" in remote:
             return generic
-        if type(config) not in classes:
+        if type(model_config) not in classes:
             continue
-        found = classes[type(config)]
+        found = classes[type(model_config)]
         names = [one.__name__ for one in (found if isinstance(found, tuple) else (found,)) if one]
-        if config.architectures and not set(names) & set(config.architectures):
+        if model_config.architectures and not set(names) & set(model_config.architectures):
             continue  # the same layers with another head: a classifier
         families = [
             key
             for key in train_model_register
-            if config.model_type in train_model_register.entry(key).facts.model_types
+            if model_config.model_type in train_model_register.entry(key).facts.model_types
         ]
         # idefics3 serves smolvlm too, which has a key of its own
-        return config.model_type if config.model_type in families else next(iter(families), generic)
+        own = model_config.model_type
+        return own if own in families else next(iter(families), generic)
     return None
 
 
@@ -266,27 +267,27 @@ def family_key(folder: str, *, trust_remote_code: bool = False) -> str:
 
     if not folder:
         raise UserError("--train-model auto requires a config.json. Add --model-path FOLDER.")
-    config = load_config(config_folder(Path(folder)), trust_remote_code=trust_remote_code)
-    key = stage_key(config)
+    model_config = load_config(config_folder(Path(folder)), trust_remote_code=trust_remote_code)
+    key = stage_key(model_config)
     if key is None:
         raise UserError(
-            f"--train-model auto has no component for {(config.architectures or ['it'])[0]}. "
+            f"--train-model auto has no component for {(model_config.architectures or ['it'])[0]}. "
             "Choose one of `stageline list`."
         )
     return key
 
 
-def with_family_key(arguments: AnyArguments) -> AnyArguments:
+def with_family_key(config: AnyArguments) -> AnyArguments:
     """Return the arguments with the component that --train-model auto stands for."""
-    run, parts = arguments.run, arguments.parts
+    run, parts = config.run, config.parts
     chosen = parts.get("train_model")
     if chosen is None or chosen.key != "auto":
-        return arguments
+        return config
     key = "reward"  # for a loss over scores, whatever head the model has
     if parts["loss_fn"].facts.predicts_tokens:
         key = family_key(run.config_folder, trust_remote_code=run.trust_remote_code)
     part = chosen_part("train_model", key, chosen.kwargs)
-    return dataclasses.replace(arguments, parts={**parts, "train_model": part})
+    return dataclasses.replace(config, parts={**parts, "train_model": part})
 
 
 def lora_options(folder: Path, builder: StageBuilder) -> dict[str, Any]:

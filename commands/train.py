@@ -4,49 +4,109 @@
 `--help` lists the options, `--list` the components. Each rank continues in train_engines.py.
 """
 
+import dataclasses
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from commands import importing, start
+from commands import start
 from commands.stages import family_key, with_family_key
-from options.train import RunConfig
+from options.model import check_vision
+from options.train import RunConfig, check_memory, check_streaming
 from parse_args import TrainArguments, parse_train_args
 from register import engine_register, train_model_register
-from stageline.pipeline.topology import Topology
+from stageline.distributed.watchdog import WatchdogRules
+from stageline.errors import UserError
+from stageline.pipeline.topology import Topology, resolve_topology
 from stageline.terminal import terminal
 
 if TYPE_CHECKING:
-    from commands.run_plan import RunPlan
     from commands.train_data import Data
 
 SHELF = ("train_model", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer", "tracker")
 
 
+@dataclass(frozen=True)
+class RunPlan(TrainArguments):
+    """The settled options of a training run, frozen; only epoch steps and layers come later."""
+
+    topology: Topology  # stages, ranks and replicas
+
+    @property
+    def watchdog_rules(self) -> WatchdogRules:
+        """Return the limits after which the watchdog of a rank ends the run."""
+        return WatchdogRules(self.run.hang_timeout, self.run.stop_deadline)
+
+    @property
+    def exchange_timeout(self) -> float:
+        """Timeout of an exchange in seconds, longer than the watchdog's, whose report says more."""
+        return max(600.0, self.run.hang_timeout + 180.0)
+
+
 def main() -> int:
-    arguments = start(parse_train_args, *SHELF, recorded=recorded_options)
-    with importing():  # after the options: it imports torch
-        from commands.run_plan import make_plan
+    config = start(parse_train_args, *SHELF, recorded=recorded_options)
+    config = make_plan(with_family_key(config))
+    start_ranks(config)
+    from commands.train_engines import run_training  # not in the process that starts the others
 
-        plan = make_plan(with_family_key(arguments))
-    start_ranks(plan)
-    with importing():  # not in the process that starts the others
-        from commands.train_engines import run_training
-
-    return run_training(plan)
+    return run_training(config)
 
 
-def start_ranks(plan: "RunPlan") -> None:
+def make_plan(config: TrainArguments) -> RunPlan:
+    """Settle stages, ranks and replicas; refuse what the schedule or the engine cannot do."""
+    run, parts = config.run, config.parts
+    world_size = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+    check_streaming(run, parts["engine"].key, world_size=world_size or 1)
+    changes: dict[str, Any] = {}
+    engine = parts["engine"]
+    if engine.facts.topology is not None:
+        topology = engine.facts.topology(config)
+        changes["timeline_step"] = 0  # its backward passes are not those of single stages
+    else:
+        topology = resolve_topology(
+            schedule=run.schedule,
+            num_stages=run.num_stages,
+            stages_per_rank=run.stages_per_rank,
+            dp_degree=run.dp_degree,
+            world_size=world_size,
+        )
+        topology.schedule.check(
+            run.num_micro_batches,
+            micro_batch_size=run.micro_batch_size,
+            accumulate_steps=run.accumulate_steps,
+        )
+        check_memory(run, splits_backward=topology.schedule.splits_backward)
+        if run.dp_shard and topology.dp_degree == 1:
+            raise UserError(
+                "--dp-shard needs at least two replicas. Add --dp-degree 2 or drop --dp-shard."
+            )
+        optimizer = parts["optimizer"]
+        if run.dp_shard and optimizer.facts.needs_whole:
+            raise UserError(
+                f"--optimizer {optimizer.key} needs whole weights. Use --optimizer adamw or drop "
+                "--dp-shard."
+            )
+        if not run.schedule.endswith(".csv"):  # a file may place other numbers on each rank
+            changes["stages_per_rank"] = topology.num_stages // topology.num_ranks
+    changes |= {"num_stages": topology.num_stages, "dp_degree": topology.dp_degree}
+    run = dataclasses.replace(run, **changes)
+    check_vision(run)
+    return RunPlan(run, parts, config.imports, topology)
+
+
+def start_ranks(config: RunPlan) -> None:
     """Start the processes of the run, if it needs several; return in each of them."""
     from stageline.distributed.failure_record import tell_run_folder
     from stageline.distributed.launch import launch_if_needed
 
-    if plan.run.plan or plan.run.check_only:
+    if config.run.plan or config.run.check_only:
         return  # one process reads the data and tries the parts
-    tell_run_folder(plan.run.output_dir)
+    tell_run_folder(config.run.output_dir)
     terminal.begin_quietly()
-    launch_if_needed(plan.topology.num_processes, rules=plan.watchdog_rules)
+    launch_if_needed(config.topology.num_processes, rules=config.watchdog_rules)
 
 
 def recorded_options(run: RunConfig) -> dict[str, Any]:
@@ -69,32 +129,32 @@ def auto(*, config_path: str, **kwargs: Any) -> tuple[Any, Any, int]:
 
 
 @engine_register("pipeline")
-def pipeline(plan: "RunPlan", data: "Data") -> int:
+def pipeline(config: RunPlan, data: "Data") -> int:
     """Stages on a schedule, forward and backward in turn; one process and device per rank."""
     from commands.train_engines import run_pipeline
 
-    return run_pipeline(plan, data)
+    return run_pipeline(config, data)
 
 
 @engine_register("torch")
-def torch(plan: "RunPlan", data: "Data") -> int:
+def torch(config: RunPlan, data: "Data") -> int:
     """The same by torch's own schedule classes: their order and their transfers."""
     from commands.train_engines import run_pipeline
     from stageline.pipeline.runner import TorchPipelineRunner
 
-    return run_pipeline(plan, data, runner_class=TorchPipelineRunner)
+    return run_pipeline(config, data, runner_class=TorchPipelineRunner)
 
 
-def streaming_topology(arguments: TrainArguments) -> Topology:
+def streaming_topology(config: TrainArguments) -> Topology:
     """Return one process with all stages, by default a decoder layer each."""
     from commands.train_engines import streaming_topology
 
-    return streaming_topology(arguments)
+    return streaming_topology(config)
 
 
 @engine_register("streaming", topology=streaming_topology)
-def streaming(plan: "RunPlan", data: "Data") -> int:
+def streaming(config: RunPlan, data: "Data") -> int:
     """Stages in host memory, streamed through the devices of this machine by one process."""
     from commands.train_engines import run_streaming
 
-    return run_streaming(plan, data)
+    return run_streaming(config, data)

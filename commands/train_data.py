@@ -15,16 +15,14 @@ from torch.utils.data import Dataset, Subset
 from transformers import PretrainedConfig
 
 from commands import is_first, say
-from commands.run_plan import RunPlan
 from commands.stages import texts_of
+from commands.train import RunPlan
 from options.fields import handed_to, spelled
 from options.parts import ChosenPart, takes
-from options.rollouts import check_prompts
-from options.train import RunConfig, check_warmup
+from options.train import RunConfig, check_groups, check_warmup
 from parse_args import TrainArguments
 from stageline.checkpoint.adapter import base_of, num_rows_on_disk, rows_of_adapter
 from stageline.checkpoint.files import find_checkpoint
-from stageline.data.batches.batch import MicroBatch
 from stageline.data.batches.collate import encode_sft
 from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
@@ -79,10 +77,10 @@ def has_tokens(dataset: Dataset) -> bool:
     return bool(getattr(inner, "has_tokens", False))
 
 
-def answers_of(arguments: TrainArguments) -> int:
+def answers_of(config: TrainArguments) -> int:
     """Return how many answers a row gets in a step; 1 where it has its own."""
-    is_answered = arguments.parts["loss_fn"].facts.samples_answers
-    return arguments.run.rollouts.group_size if is_answered else 1
+    is_answered = config.parts["loss_fn"].facts.samples_answers
+    return config.run.rollouts.group_size if is_answered else 1
 
 
 def epoch_sampler(run: RunConfig, dataset: Any, *, answers: int = 1) -> Any:
@@ -113,16 +111,16 @@ def epoch_steps(run: RunConfig, dataset: Any, *, answers: int = 1) -> int:
 class Data:
     """Datasets, processor and collate function of a run, checked before any model is loaded."""
 
-    def __init__(self, arguments: TrainArguments) -> None:
-        run, parts = arguments.run, arguments.parts
+    def __init__(self, config: TrainArguments) -> None:
+        run, parts = config.run, config.parts
         path = run.processor_path or run.model_path or run.config_path
         if path is None:
             raise UserError(
-                "--model-path and --config-path are missing. Give a folder with config.json and a "
-                "tokenizer: --model-path starts from its weights, --config-path at random."
+                "--model-path and --config-path are missing. Give a folder with config.json: "
+                "--model-path starts from its weights, --config-path at random."
             )
         self.processor = load_processor(path, trust_remote_code=run.trust_remote_code)
-        self.new_tokens = add_tokens(arguments, self.processor, path)
+        self.new_tokens = add_tokens(config, self.processor, path)
         prompt_fn = parts["prompt_fn"]
         if prompt_fn.facts.prepare is not None:
             prompt_fn.facts.prepare(self.processor, **prompt_fn.kwargs)
@@ -161,19 +159,19 @@ class Data:
         self.encode = functools.partial(encode, stage=1)
 
 
-def add_tokens(arguments: TrainArguments, processor: Any, path: str) -> NewTokens | None:
+def add_tokens(config: TrainArguments, processor: Any, path: str) -> NewTokens | None:
     """Add the run's new tokens to its processor, which is of the folder `path`.
 
     Returns:
         These tokens and, with --vocab.resize, all that the weights have no row for, or a row that
         is of no token of their own tokenizer.
     """
-    run = arguments.run
+    run = config.run
     is_other = run.model_path is not None and Path(run.model_path) != Path(path)
     if not (run.vocab.new_tokens or run.vocab.resize or is_other):
         return None
-    config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
-    num_rows = num_rows_of(run, config)
+    model_config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
+    num_rows = num_rows_of(run, model_config)
     other = processor_of_weights(
         run.model_path if is_other else None, trust_remote_code=run.trust_remote_code
     )
@@ -190,33 +188,32 @@ def add_tokens(arguments: TrainArguments, processor: Any, path: str) -> NewToken
         return more
     if max(more.rowless) < num_rows:  # else `check_vocabulary` refuses them
         say(
-            f"{len(more.rowless)} tokens of {path} are not in the tokenizer of {run.model_path}: "
-            "their rows start as they are there, and LoRA and --parts.llm.frozen leave them so. "
-            "--vocab.resize starts these rows near the mean and trains them."
+            f"{len(more.rowless)} tokens of {path} are not in the tokenizer of {run.model_path}. "
+            "--vocab.resize starts their rows near the mean and trains them."
         )
     return tokens
 
 
 def num_rows_of(
-    run: RunConfig, config: PretrainedConfig, *, new_tokens: NewTokens | None = None
+    run: RunConfig, model_config: PretrainedConfig, *, new_tokens: NewTokens | None = None
 ) -> int | None:
     """Return the rows of embedding and head, new ones included; None: not known."""
-    known = vocab_size_of(config)
+    known = vocab_size_of(model_config)
     if known is None:
         return None
     found = [known, *(token + 1 for token in (new_tokens.ids if new_tokens else ()))]
     if run.model_path is not None:
         folder = find_checkpoint(run.model_path)
         found.append(num_rows_on_disk(folder, trust_remote_code=run.trust_remote_code))
-    width = getattr(config.get_text_config(decoder=True), "hidden_size", None)
+    width = getattr(model_config.get_text_config(decoder=True), "hidden_size", None)
     for path in run.adapter_path or ():
         found += rows_of_adapter(Path(path), width)
     return max(found)
 
 
-def check_tied_head(run: RunConfig, config: PretrainedConfig) -> None:
+def check_tied_head(run: RunConfig, model_config: PretrainedConfig) -> None:
     """Refuse a learning rate for a head that is the embedding; note that freezing it is none."""
-    if not getattr(config, "tie_word_embeddings", False):
+    if not getattr(model_config, "tie_word_embeddings", False):
         return
     why = "the head shares the weight of the embedding, which is of the language model"
     if run.parts.lm_head.lr is not None:
@@ -252,9 +249,9 @@ START, FILES, TEXTS = "start weights", "files of model and tokenizer", "texts of
 READ_ANEW = (START, FILES, TEXTS)
 
 
-def read_anew(arguments: TrainArguments, data: Data) -> dict[str, object]:
+def read_anew(config: TrainArguments, data: Data) -> dict[str, object]:
     """Return fingerprints of the weights, files and templates that all processes of a run read."""
-    run, answers = arguments.run, bool(arguments.parts["loss_fn"].facts.samples_answers)
+    run, answers = config.run, bool(config.parts["loss_fn"].facts.samples_answers)
     processor = run.processor_path or run.model_path or run.config_folder
     folders = run.config_folder, processor, *(run.adapter_path or ())
     told = {one: files_fingerprint(one, answers=answers) for one in dict.fromkeys(folders)}
@@ -273,20 +270,20 @@ def start_weights(run: RunConfig) -> list[str]:
     return [weights_fingerprint(path) for path in dict.fromkeys([*paths, *map(base_of, paths[:1])])]
 
 
-def check_data(arguments: TrainArguments) -> Data:
+def check_data(config: TrainArguments) -> Data:
     """Build the datasets and refuse bad rows, images and tokenizers; load no model."""
-    run, parts = arguments.run, arguments.parts
+    run, parts = config.run, config.parts
     dataset, collate, loss = (parts[name] for name in ("dataset", "collate_fn", "loss_fn"))
     if run.logits_chunk:
         check_token_sum(loss)
-    check_scores(arguments)
-    data = Data(arguments)
+    check_scores(config)
+    data = Data(config)
 
     # groups stay whole in batches
     for one in filter(None, (data.train, data.test)):
         size = group_size_of(one)
         if loss.facts.samples_answers:
-            check_prompts(run, size)
+            check_groups(run, size)
         else:
             check_batch_sizes(
                 batch_size=run.batch_size,
@@ -316,23 +313,23 @@ def check_data(arguments: TrainArguments) -> Data:
         )
 
     # the vocabulary, then each row
-    config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
-    check_tied_head(run, config)
-    data.vocab_size = num_rows_of(run, config, new_tokens=data.new_tokens)
+    model_config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
+    check_tied_head(run, model_config)
+    data.vocab_size = num_rows_of(run, model_config, new_tokens=data.new_tokens)
     if data.vocab_size is not None:
         check_vocabulary(data.processor, data.vocab_size)
     data.collate = CheckedCollate(data.collate, data.vocab_size)
     if data.knows_rows:
-        data.train = check_rows(arguments, data, data.train)
+        data.train = check_rows(config, data, data.train)
         if data.test is not None:
             try:
-                data.test = check_rows(arguments, data, data.test)
+                data.test = check_rows(config, data, data.test)
             except DataError as error:
                 raise DataError(f"held-out rows: {error}") from error
     if asks_for(loss, loss.facts.needs_kl):
         data.train = WithOthers(data.train)
         data.test = None if data.test is None else WithOthers(data.test)
-    report = left_over_rows(run, data.train, answers=answers_of(arguments))
+    report = left_over_rows(run, data.train, answers=answers_of(config))
     if data.bad_rows.reasons:
         report += f"{len(data.bad_rows)} bad rows are left out:\n{data.bad_rows.listed()}\n"
     if report:
@@ -340,12 +337,12 @@ def check_data(arguments: TrainArguments) -> Data:
     return data
 
 
-def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
+def settle_steps(config: RunPlan, data: Data) -> RunPlan:
     """Return the plan with the steps of its epochs and its warm-up share; print how many."""
-    run, told = plan.run, []
+    run, told = config.run, []
     found: dict[str, Any] = {}
     if run.num_train_epochs is not None or "epoch" in (run.save_steps, run.eval_steps):
-        epoch = epoch_steps(run, data.train, answers=answers_of(plan))
+        epoch = epoch_steps(run, data.train, answers=answers_of(config))
         told.append(f"an epoch is {epoch:,} steps")
         if run.num_train_epochs is not None:
             # 0.1 x 30 is a little more than 3; answers that some steps share are used up
@@ -364,7 +361,7 @@ def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
     check_warmup(run)
     if told:
         say(", ".join(told))
-    return dataclasses.replace(plan, run=run)
+    return dataclasses.replace(config, run=run)
 
 
 def asks_for(part: ChosenPart, answer: bool | Callable[..., bool]) -> bool:
@@ -376,36 +373,35 @@ def check_token_sum(loss: ChosenPart) -> None:
     """Refuse chunks of logits for a loss that is not a sum over target tokens."""
     if not (loss.facts.is_token_sum or loss.facts.reads_by_token):
         raise UserError(
-            f"--logits-chunk does not go with --loss-fn {loss.key}, which is not registered as a "
-            "sum over target tokens. Drop it, or if it is such a sum, register it as "
-            f'@loss_fn_register("{loss.key}", is_token_sum=True).'
+            f"--logits-chunk needs a sum over target tokens, is_token_sum=True. Drop it, or "
+            f"register --loss-fn {loss.key} as one."
         )
 
 
-def check_scores(arguments: TrainArguments) -> None:
+def check_scores(config: TrainArguments) -> None:
     """Refuse a loss that predicts tokens on a model that scores them, and its accuracy."""
-    model, loss = arguments.parts["train_model"], arguments.parts["loss_fn"]
+    model, loss = config.parts["train_model"], config.parts["loss_fn"]
     if loss.facts.predicts_tokens:
         if model.facts.gives_scores:
             raise UserError(
                 f"--loss-fn {loss.key} needs logits, and --train-model {model.key} gives scores. "
                 "Use --loss-fn rm, or --train-model causal_lm."
             )
-    elif arguments.run.save_best == "token_accuracy":
+    elif config.run.save_best == "token_accuracy":
         raise UserError(
             f"--save-best token_accuracy needs tokens, and --loss-fn {loss.key} predicts none. Use "
             "--save-best loss or reward_accuracy."
         )
 
 
-def check_rows(arguments: TrainArguments, data: Data, dataset: Any) -> Any:
+def check_rows(config: TrainArguments, data: Data, dataset: Any) -> Any:
     """Return the dataset without rows that are bad or too long and may be left out."""
-    run = arguments.run
+    run = config.run
     limits: dict[str, Any] = {
         "processor": data.processor,
         "max_token_num": run.max_token_num,
         "vocab_size": data.vocab_size,
-        "overlong": arguments.parts["collate_fn"].kwargs.get("overlong", "error"),
+        "overlong": config.parts["collate_fn"].kwargs.get("overlong", "error"),
     }
     if has_tokens(dataset):  # too many rows; micro-batches are checked later
         inner: Any = dataset.dataset if isinstance(dataset, Subset) else dataset
@@ -446,23 +442,12 @@ def left_over_rows(run: RunConfig, dataset: Any, *, answers: int = 1) -> str:
     return f"{rest} of {num_rows} rows are left over in each epoch (others each time)\n"
 
 
-def show_samples(arguments: TrainArguments, data: Data, schedule: Schedule) -> None:
+def show_samples(config: TrainArguments, data: Data, schedule: Schedule) -> None:
     """Print the first samples of training as they are trained on, in one process of the run."""
-    run = arguments.run
+    run = config.run
     if not run.preview or not is_first():
         return
-    nobody: Any = None  # the processes are not connected yet
-    first = DistributedContext(
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        num_replicas=run.dp_degree or 1,
-        dp_rank=0,
-        num_ranks=1,
-        pp_rank=0,
-        mesh=nobody,
-        device=torch.device("cpu"),
-    )
+    first = without_processes(run.dp_degree or 1)
 
     def full_length(row: int) -> int:
         encoded = data.encode(*data.train[row])
@@ -470,7 +455,7 @@ def show_samples(arguments: TrainArguments, data: Data, schedule: Schedule) -> N
 
     may_cut = data.knows_rows and not has_tokens(data.train)
     preview(
-        make_loader(arguments, data, first, schedule, data.train, is_evaluation=False),
+        make_loader(config, data, first, schedule, data.train, is_evaluation=False),
         data.train,
         data.processor,
         count=run.preview,
@@ -478,24 +463,37 @@ def show_samples(arguments: TrainArguments, data: Data, schedule: Schedule) -> N
     )
 
 
+def without_processes(num_replicas: int) -> DistributedContext:
+    """Return what the first process of a run is told, where no others are connected."""
+    nobody: Any = None
+    return DistributedContext(
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        num_replicas=num_replicas,
+        dp_rank=0,
+        num_ranks=1,
+        pp_rank=0,
+        mesh=nobody,
+        device=torch.device("cpu"),
+    )
+
+
 def make_loader(
-    arguments: TrainArguments,
+    config: TrainArguments,
     data: Data,
     context: DistributedContext,
     schedule: Schedule,
     dataset: object,
     *,
     is_evaluation: bool,
-    start_step: int = 0,
-    position: object = None,
-    facts: Callable[[MicroBatch], MicroBatch] | None = None,
+    **place: Any,
 ) -> MicroBatchLoader:
     """Return batches of micro-batches: the same samples on every stage, pixels on the first one.
 
-    `position` is what the loader of an earlier run said of `start_step`; the stages of this rank
-    add `facts` to each micro-batch.
+    `place` is where to start, start_step and position, and the `facts` of micro-batches.
     """
-    run = arguments.run
+    run = config.run
     is_packed = run.packing and not is_evaluation
     agree = None
     if is_packed and context.num_replicas > 1 and context.mesh is not None:
@@ -519,8 +517,6 @@ def make_loader(
         seed=run.seed,
         num_workers=run.num_workers,
         pins=any(map(is_accelerator, context.devices)),
-        start_step=start_step,
-        position=position,
         shuffle=not is_evaluation,
         eval=is_evaluation,
         pads=run.rows.last == "pad",
@@ -528,5 +524,5 @@ def make_loader(
         packing=run.max_token_num if is_packed else None,
         legal_counts=schedule.legal_micro_batches,
         agree=agree,
-        facts=facts,
+        **place,
     )

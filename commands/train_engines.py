@@ -10,20 +10,18 @@ from dataclasses import replace
 import torch
 
 from commands import is_first, say
-from commands.run_plan import RunPlan
+from commands.train import RunPlan
 from commands.train_data import Data, check_data, settle_steps, show_samples
 from commands.train_parts import (
     TrainingParts,
     check_parts,
     check_rewards,
-    check_same_commits,
     make_planner,
     stage_builder,
     trainer_config,
 )
-from options.memory import answering_remedies, memory_remedies
+from options.train import answering_remedies, memory_remedies
 from parse_args import TrainArguments
-from stageline.checkpoint.layout import Ranks
 from stageline.device import is_accelerator, settle_allocators, stage_devices
 from stageline.distributed.failure import name_stages
 from stageline.distributed.failure_record import on_full_memory
@@ -49,36 +47,36 @@ SHARE_OF_FREE = 0.5  # share of free GPU memory for weights and gradients
 SHARE_OF_INPUTS = 0.1  # share for layers' inputs that wait for the backward pass
 
 
-def run_training(plan: RunPlan) -> int:
+def run_training(config: RunPlan) -> int:
     """Check what can be checked before a model is loaded, then run the engine."""
-    run = plan.run
-    data = check_data(plan)
-    plan = settle_steps(plan, data)
-    check_parts(plan, data)
-    show_samples(plan, data, plan.topology.schedule)
+    run = config.run
+    data = check_data(config)
+    config = settle_steps(config, data)
+    check_parts(config, data)
+    show_samples(config, data, config.topology.schedule)
     if run.check_only:
         if is_first():
-            stage_builder(plan).check_fit()
-            if plan.parts["loss_fn"].facts.samples_answers:
-                check_rewards(plan, data)
+            stage_builder(config).check_fit()
+            if config.parts["loss_fn"].facts.samples_answers:
+                check_rewards(config, data)
         return 0
     if run.plan:  # measured on this process's device
         if is_first():
-            num_ranks, processes = plan.topology.num_ranks, plan.topology.num_processes
+            num_ranks, processes = config.topology.num_ranks, config.topology.num_processes
             device = choose_device(run.device, local_rank=0, local_world_size=1)
             capacity = device_capacity(device, num_local_ranks=processes, gib=run.device_memory)
-            planner = make_planner(plan, data, plan.topology, device)
+            planner = make_planner(config, data, config.topology, device)
             print(planner.plan(run.partition, (capacity,) * num_ranks), flush=True)
         return 0
     settle_allocators()
-    return plan.parts["engine"].part(plan, data)
+    return config.parts["engine"].part(config, data)
 
 
 def run_pipeline(
-    plan: RunPlan, data: Data, *, runner_class: type[PipelineRunner] = PipelineRunner
+    config: RunPlan, data: Data, *, runner_class: type[PipelineRunner] = PipelineRunner
 ) -> int:
     """Stages on a schedule, forward and backward in turn; one process and device per rank."""
-    schedule = plan.topology.schedule
+    schedule = config.topology.schedule
 
     def make_runner(stages: Sequence[Stage], context: DistributedContext) -> PipelineRunner:
         return runner_class(
@@ -87,34 +85,33 @@ def run_pipeline(
             group=context.pp_group,
             channels=context.channels,
             schedule=schedule,
-            seed=plan.run.seed,
+            seed=config.run.seed,
         )
 
     with distributed_context(
         num_ranks=schedule.num_ranks,
-        device=plan.run.device,
-        timeout=plan.exchange_timeout,
+        device=config.run.device,
+        timeout=config.exchange_timeout,
         pairs=schedule.pairs,
     ) as context:
-        parts = TrainingParts(plan, data, make_runner, places_layers=True)
+        parts = TrainingParts(config, data, make_runner, places_layers=True)
         train(parts, context, streams=False)
     return 0
 
 
-def run_streaming(plan: RunPlan, data: Data) -> int:
+def run_streaming(config: RunPlan, data: Data) -> int:
     """Stages in host memory, streamed through the devices of this machine by one process."""
     with distributed_context(num_ranks=1, device="cpu") as alone:
-        context = replace(alone, lanes=tuple(stage_devices(plan.run.device)))
-        make_runner = functools.partial(make_streaming_runner, plan)
-        train(TrainingParts(plan, data, make_runner, places_layers=False), context, streams=True)
+        context = replace(alone, lanes=tuple(stage_devices(config.run.device)))
+        make_runner = functools.partial(make_streaming_runner, config)
+        train(TrainingParts(config, data, make_runner, places_layers=False), context, streams=True)
     return 0
 
 
 def train(parts: TrainingParts, context: DistributedContext, *, streams: bool) -> None:
     """Run the trainer on this rank."""
-    plan, run = parts.plan, parts.plan.run
-    name_stages(plan.topology.schedule.stages_of(context.pp_rank))
-    check_same_commits(Ranks.of(None).gather(plan.as_config()))
+    config, run = parts.config, parts.config.run
+    name_stages(config.topology.schedule.stages_of(context.pp_rank))
     has_gpu = is_accelerator(context.devices[0])
     if has_gpu and not (run.bf16 or run.fp16):
         say("note: float32 on a GPU, at a fraction of its speed; --bf16 computes in half the bits")
@@ -124,16 +121,16 @@ def train(parts: TrainingParts, context: DistributedContext, *, streams: bool) -
     Trainer(trainer_config(run), parts, context, memory=memory).run()
 
 
-def streaming_topology(arguments: TrainArguments) -> Topology:
+def streaming_topology(config: TrainArguments) -> Topology:
     """Return one process with all stages, by default a decoder layer each."""
-    run = arguments.run
+    run = config.run
     num_stages = run.num_stages
     if num_stages is None:
-        path, config = run.config_path or run.model_path, None
+        path, model_config = run.config_path or run.model_path, None
         if path is not None:
-            config = load_config(path, trust_remote_code=run.trust_remote_code)
-            config = config.get_text_config(decoder=True)
-        num_layers = getattr(config, "num_hidden_layers", None)
+            model_config = load_config(path, trust_remote_code=run.trust_remote_code)
+            model_config = model_config.get_text_config(decoder=True)
+        num_layers = getattr(model_config, "num_hidden_layers", None)
         if num_layers is None:
             raise UserError(
                 f"{path or 'no --model-path'} gives no number of decoder layers for --engine "
@@ -144,10 +141,10 @@ def streaming_topology(arguments: TrainArguments) -> Topology:
 
 
 def make_streaming_runner(
-    arguments: TrainArguments, stages: Sequence[Stage], context: DistributedContext
+    config: TrainArguments, stages: Sequence[Stage], context: DistributedContext
 ) -> StreamingRunner:
     """Return the runner over the stages; print what they take."""
-    run, models, devices = arguments.run, list(stages), context.devices
+    run, models, devices = config.run, list(stages), context.devices
     budget = None if run.streaming.budget is None else int(run.streaming.budget * GIB)
     if devices[0].type == "cpu":
         lanes = [Lane.cpu(budget=budget)]
@@ -163,13 +160,13 @@ def make_streaming_runner(
             for device in devices
         ]
     num_together = run.streaming.stages
-    plan = even_plan(len(models), min(num_together, len(models))) if num_together else None
+    together = even_plan(len(models), min(num_together, len(models))) if num_together else None
     runner = StreamingRunner(
         models,
         lanes=lanes,
         group=context.pp_group,
         seed=run.seed,
-        plan=plan,
+        plan=together,
         by_layer=run.recompute_grain == "layer",
         stale=run.stale_step,
         pin_model=run.pin_model,
@@ -179,17 +176,16 @@ def make_streaming_runner(
         check_host_memory(runner.pipe._hosted_layers, torch.float32)
     except ValueError as error:
         raise UserError(
-            f"--streaming.budget is too small: {error}. Raise it, or cut the model into more "
-            "stages (--num-stages, --vision-stages)."
+            f"--streaming.budget is too small: {error}. Raise it or --num-stages."
         ) from None
     except MemoryError as error:
         raise UserError(f"the model does not fit the host's memory: {error}") from None
     host = host_bytes(runner.pipe._hosted_layers, torch.float32) / GIB
     names = ", ".join(str(lane.device) for lane in lanes)
     budget = lanes[0].pool.budget
-    limit = "all that is there" if budget is None else f"{budget / GIB:.2f} GiB"
+    limit = "all memory" if budget is None else f"{budget / GIB:.2f} GiB"
     say(
-        f"streaming: {len(models)} stages in host memory through {names}; {limit} for weights and "
-        f"gradients of each; {host:.2f} GiB of host memory without the optimizer's state"
+        f"streaming: {len(models)} stages in host memory through {names}, {limit} of each for "
+        f"weights and gradients; {host:.2f} GiB of host memory without the optimizer's state"
     )
     return runner

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from commands import say
-from commands.run_plan import RunPlan
 from commands.stages import StageBuilder, dtype_of
+from commands.train import RunPlan
 from commands.train_data import (
     READ_ANEW,
     START,
@@ -30,10 +30,9 @@ from commands.train_data import (
 )
 from options.command_line import with_new_names
 from options.fields import absolute, handed_to, option_fields, spelled
-from options.memory import attention_arguments, check_attention_device
 from options.model import learning_rate_scales, method_arguments
 from options.parts import ChosenPart, takes
-from options.train import RunConfig, on_resume
+from options.train import RunConfig, attention_arguments, check_attention_device, on_resume
 from parse_args import TrainArguments, save_config
 from stageline.checkpoint.layout import Ranks
 from stageline.contracts import call, check_call
@@ -46,8 +45,6 @@ from stageline.data.images.tiling import Tiling
 from stageline.data.rows.readers import data_fingerprint
 from stageline.data.text.processor import get_tokenizer, num_token_ids
 from stageline.distributed.process_group import DistributedContext, wait_for_weights
-from stageline.errors import UserError
-from stageline.hub import PREFIX
 from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
 from stageline.inference.decoding.chain import make_wire
 from stageline.inference.generation import stop_ids_of
@@ -83,13 +80,13 @@ from stageline.verify.names import check_filled_stages
 MOST_TRIED = 32  # rows that rewards are tried on
 
 
-def stage_builder(arguments: TrainArguments, *, images: Any = None) -> StageBuilder:
+def stage_builder(config: TrainArguments, *, images: Any = None) -> StageBuilder:
     """Return what builds the stages of a run; `images`: the processor of the data."""
-    run = arguments.run
+    run = config.run
     options = {**handed_to("train_model", run), **method_arguments(run), **attention_arguments(run)}
     options["dtype"] = dtype_of(run)
     return StageBuilder(
-        arguments.parts["train_model"],
+        config.parts["train_model"],
         run.config_path or run.model_path,
         run.num_stages or 1,
         checkpoint_path=run.model_path,
@@ -100,37 +97,33 @@ def stage_builder(arguments: TrainArguments, *, images: Any = None) -> StageBuil
     )
 
 
-def check_parts(arguments: TrainArguments, data: Data) -> None:
+def check_parts(config: TrainArguments, data: Data) -> None:
     """Refuse parts that do not keep their contracts, on the first rows; loads no model."""
-    parts = arguments.parts
-    given = handed_to("optimizer", arguments.run)
+    parts = config.parts
+    given = handed_to("optimizer", config.run)
     check_call("optimizer", parts["optimizer"].bound, [], **given)
-    check_call("tracker", parts["tracker"].bound, folder=Path(), config={}, start_step=0)
-    stage: dict[str, Any] = {"config_path": None, "processor_path": None, "checkpoint_path": None}
-    stage |= {"dtype": None, "device": None, "stage": 0, "num_stages": 1, "seed": 0}
-    check_call("train_model", parts["train_model"].part, **stage)
-    make_learning_rate(arguments)
+    make_learning_rate(config)
     if "sim_fn" in parts:
         check_sim_fn(parts["sim_fn"].bound)
     with host_state_kept():
         rows = range(min(2 * group_size_of(data.train), len(data.train)))
         samples = [read_row(data.train, row) for row in rows]
-        collate = functools.partial(data.collate, stage=min(1, (arguments.run.num_stages or 1) - 1))
+        collate = functools.partial(data.collate, stage=min(1, (config.run.num_stages or 1) - 1))
         batch = collate([check_encode(collate, sample) for sample in samples])
-    if arguments.parts["loss_fn"].facts.samples_answers:
+    if config.parts["loss_fn"].facts.samples_answers:
         batch = with_stand_ins(batch)
     problem = check_loss(
-        bind_loss(arguments), batch, vocab_size=data.vocab_size or num_token_ids(data.processor)
+        bind_loss(config), batch, vocab_size=data.vocab_size or num_token_ids(data.processor)
     )
     if problem is not None:
         say(problem)
 
 
-def bind_loss(arguments: TrainArguments) -> LossPart:
+def bind_loss(config: TrainArguments) -> LossPart:
     """Return the loss_fn part with its options and facts, and the sim_fn part if it takes one."""
-    loss, sim_fn = arguments.parts["loss_fn"], arguments.parts.get("sim_fn")
+    loss, sim_fn = config.parts["loss_fn"], config.parts.get("sim_fn")
     similar = {} if sim_fn is None else {"sim_fn": sim_fn.bound}
-    handed = handed_to("loss_fn", arguments.run)
+    handed = handed_to("loss_fn", config.run)
     given = {name: value for name, value in handed.items() if takes(loss.part, name) != "no"}
     return make_loss_part(loss, **similar, **given)
 
@@ -150,19 +143,19 @@ def make_loss_part(part: ChosenPart, **given: Any) -> LossPart:
     )
 
 
-def make_loss(arguments: TrainArguments, model: Stage) -> LossPart:
+def make_loss(config: TrainArguments, model: Stage) -> LossPart:
     """Return the loss_fn part; with --logits-chunk over chunks of the hidden states of `model`."""
-    loss = bind_loss(arguments)
-    chunk = arguments.run.logits_chunk
+    loss = bind_loss(config)
+    chunk = config.run.logits_chunk
     if chunk and model.is_last:
-        by_token = arguments.parts["loss_fn"].facts.reads_by_token
+        by_token = config.parts["loss_fn"].facts.reads_by_token
         kind = LossByToken if by_token else ChunkedLoss
         return loss.over(kind(loss.loss_fn, whole=model.whole, chunk=chunk))
     return loss
 
 
 def make_optimizer(
-    arguments: TrainArguments,
+    config: TrainArguments,
     parameters: dict[str, torch.nn.Parameter],
     *,
     part_of: Callable[[str], str | None] = lambda name: None,
@@ -173,7 +166,7 @@ def make_optimizer(
     """
     if not parameters:
         return None
-    run, part = arguments.run, arguments.parts["optimizer"]
+    run, part = config.run, config.parts["optimizer"]
     scales = learning_rate_scales(run)
     groups = optimizer_groups(
         parameters,
@@ -185,25 +178,25 @@ def make_optimizer(
     return optimizer
 
 
-def make_learning_rate(arguments: TrainArguments) -> Callable[[int], float]:
+def make_learning_rate(config: TrainArguments) -> Callable[[int], float]:
     """Return the lr_scheduler part: step -> learning rate."""
-    run, part = arguments.run, arguments.parts["lr_scheduler"]
+    run, part = config.run, config.parts["lr_scheduler"]
     rate_of = call("lr_scheduler", part.bound, **handed_to("lr_scheduler", run))
     check_learning_rate(rate_of, part=part.part)
     return rate_of
 
 
 def make_planner(
-    arguments: TrainArguments, data: Data, topology: Topology, device: torch.device
+    config: TrainArguments, data: Data, topology: Topology, device: torch.device
 ) -> Planner:
     """Return the planner of this run; it measures on `device`."""
-    run, answers_of = arguments.run, None
-    if arguments.parts["loss_fn"].facts.samples_answers:
+    run, answers_of = config.run, None
+    if config.parts["loss_fn"].facts.samples_answers:
         answers_of = functools.partial(weigh_answers, run, topology.schedule.num_ranks)
 
     def loss_for(model: Stage) -> StepLoss:
         return StepLoss(
-            make_loss(arguments, model),
+            make_loss(config, model),
             num_targets=1,
             num_micro_batches=1,
             scale=1.0,
@@ -212,7 +205,7 @@ def make_planner(
 
     return Planner(
         functools.partial(
-            stage_builder(arguments, images=data.processor).build,
+            stage_builder(config, images=data.processor).build,
             checkpoint_path=None,
             is_piece=True,
             **rows_option(run, data.new_tokens),
@@ -232,7 +225,7 @@ def make_planner(
             )
         ),
         loss_for=loss_for,
-        make_optimizer=functools.partial(make_optimizer, arguments),
+        make_optimizer=functools.partial(make_optimizer, config),
         device=device,
     )
 
@@ -254,19 +247,18 @@ def trainer_config(run: RunConfig) -> TrainerConfig:
 
 
 def make_prompts(
-    arguments: TrainArguments,
+    config: TrainArguments,
     data: Data,
     context: DistributedContext,
     dataset: Any,
     *,
     is_evaluation: bool,
-    start_step: int = 0,
-    position: object = None,
+    **place: Any,
 ) -> MicroBatchLoader:
     """Return the loader of encoded prompts; its steps are the times that answers are drawn."""
-    run, size = arguments.run, group_size_of(dataset)
+    run, size = config.run, group_size_of(dataset)
     count = run.batch_size if is_evaluation else run.batch_size * run.accumulate_steps
-    num_prompts = count // answers_of(arguments)
+    num_prompts = count // answers_of(config)
     return MicroBatchLoader(
         dataset,
         collate=functools.partial(data.collate, stage=context.pp_rank),
@@ -276,13 +268,12 @@ def make_prompts(
         dp_degree=context.num_replicas,
         seed=run.seed,
         num_workers=run.num_workers,
-        start_step=start_step,
-        position=position,
         shuffle=not is_evaluation,
         eval=is_evaluation,
         pads=run.rows.last == "pad",
         order="given",
         maker=PromptMaker,
+        **place,
     )
 
 
@@ -291,50 +282,50 @@ class TrainingParts:
 
     def __init__(
         self,
-        plan: RunPlan,
+        config: RunPlan,
         data: Data,
         make_runner: Callable[[Sequence[Stage], DistributedContext], Any],
         *,
         places_layers: bool,
     ) -> None:
-        self.plan, self.data, self.make_runner = plan, data, make_runner
-        self.make_loss: Callable[[Stage], LossPart] = functools.partial(make_loss, plan)
-        self.make_optimizer: Callable[..., Any] = functools.partial(make_optimizer, plan)
-        self.make_learning_rate: Callable[[], Any] = functools.partial(make_learning_rate, plan)
+        self.config, self.data, self.make_runner = config, data, make_runner
+        self.make_loss: Callable[[Stage], LossPart] = functools.partial(make_loss, config)
+        self.make_optimizer: Callable[..., Any] = functools.partial(make_optimizer, config)
+        self.make_learning_rate: Callable[[], Any] = functools.partial(make_learning_rate, config)
         self.places_layers = places_layers
-        self.lr_scales: Mapping[str, float] = learning_rate_scales(plan.run)
-        self.samples_answers = bool(plan.parts["loss_fn"].facts.samples_answers)
+        self.lr_scales: Mapping[str, float] = learning_rate_scales(config.run)
+        self.samples_answers = bool(config.parts["loss_fn"].facts.samples_answers)
 
     def settings(self) -> dict[str, object]:
         """Return what decides the course of training; saved with a checkpoint, compared later."""
-        run = self.plan.run
+        run = self.config.run
         return {
-            **self.plan.as_config(),
+            **self.config.as_config(),
             "samples of a step": run.batch_size * run.accumulate_steps * (run.dp_degree or 1),
             "training samples": len(self.data.train),
             "training data": data_fingerprint(self.data.train),
-            **read_anew(self.plan, self.data),
+            **read_anew(self.config, self.data),
         }
 
     def check_same_run(self, point: ResumePoint) -> None:
         """Refuse to resume a checkpoint of a run with other settings."""
-        plan, now = self.plan, self.settings()
+        config, now = self.config, self.settings()
         saved = with_new_names(point.state.facts["settings"])
-        is_longer, why = rates_stay(plan, saved, point.step)
+        is_longer, why = rates_stay(config, saved, point.step)
         free = {"free", "length"} if is_longer else {"free"}
         # the same passes in the same order, to the bit
         is_alike = {saved.get("engine"), now["engine"]} <= {"pipeline", "torch"}
         # whole weights need no base; a base that started at random has no files
-        has_start = point.base is not None and plan.run.model_path and saved.get("model-path")
+        has_start = point.base is not None and config.run.model_path and saved.get("model-path")
         check_same_run(
-            {**newer_options(plan.run, now), **saved},
+            {**newer_options(config.run, now), **saved},
             now,
             may_change=lambda name: (
-                on_resume(name, plan.parts) in free
+                on_resume(name, config.parts) in free
                 or (name == START and not has_start)
                 or (name == "engine" and is_alike)
             ),
-            allows_changes=plan.run.allow_changes,
+            allows_changes=config.run.allow_changes,
             say=say,
             why=why,
         )
@@ -344,12 +335,12 @@ class TrainingParts:
 
         Trained parameters of a checkpoint with an adapter are loaded later, its base here.
         """
-        run, data = self.plan.run, self.data
+        run, data = self.config.run, self.data
         if self.places_layers and not run.vision_stages:  # the planner has the tower on stage 0
             local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             partition = place_together(
                 functools.partial(
-                    make_planner, self.plan, data, self.plan.topology, context.device
+                    make_planner, self.config, data, self.config.topology, context.device
                 ),
                 run.partition,
                 capacity=device_capacity(
@@ -358,9 +349,9 @@ class TrainingParts:
             )
             if partition is not None and run.partition in ("parameters", "measured"):
                 run = dataclasses.replace(run, partition=partition)
-                self.plan = dataclasses.replace(self.plan, run=run)
+                self.config = dataclasses.replace(self.config, run=run)
         is_packed = run.packing or getattr(data.train, "packed", None) is not None
-        stage_builder(self.plan).verify(
+        stage_builder(self.config).verify(
             run.prove_split,
             ranks=Ranks.of(None),
             say=say,
@@ -375,8 +366,8 @@ class TrainingParts:
             is_whole = point.base is None
             weights = str(point.folder) if is_whole else run.model_path or point.base
             processor = processor or run.model_path or run.config_path
-        builder = stage_builder(self.plan, images=data.processor)
-        stages_here = list(self.plan.topology.schedule.stages_of(context.pp_rank))
+        builder = stage_builder(self.config, images=data.processor)
+        stages_here = list(self.config.topology.schedule.stages_of(context.pp_rank))
         ranks = Ranks.of(context.pp_group)
         is_known = builder.check_names(stages_here, ranks=ranks, checkpoint=weights)
         source: dict[str, Any] = {"weights": weights, "processor": processor, "is_whole": is_whole}
@@ -399,7 +390,7 @@ class TrainingParts:
         """Return the batches of a dataset; `place`: is_evaluation, start_step, position."""
         facts = host_facts(runner)
         return make_loader(
-            self.plan, self.data, context, runner.schedule, dataset, facts=facts, **place
+            self.config, self.data, context, runner.schedule, dataset, facts=facts, **place
         )
 
     def make_rollouts(
@@ -412,7 +403,7 @@ class TrainingParts:
         """Return the answers of training and the loader of held-out prompts; None: none drawn."""
         if not self.samples_answers:
             return None
-        run, data = self.plan.run, self.data
+        run, data = self.config.run, self.data
 
         def start_stage(stage: int) -> Stage:
             """Build a stage as this run's first start filled it, from `model_path` or at random."""
@@ -424,7 +415,7 @@ class TrainingParts:
         start_step = point.step if point else 0
         facts: Mapping[str, Any] = point.state.facts if point else {}
         prompts = make_prompts(
-            self.plan,
+            self.config,
             data,
             context,
             data.train,
@@ -452,18 +443,18 @@ class TrainingParts:
             is_sorted=run.rows.order == "sorted",
             row_capacity=run.max_token_num if run.packing else None,
         )
-        config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
+        model_config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
         answers = StageAnswers(
             runner,
             wire,
             processor=data.processor,
             pad_token_id=data.pad_token_id,
-            stop_ids=stop_ids_of(find_folder(run.config_folder), config, data.processor),
-            positions=num_positions(config),
+            stop_ids=stop_ids_of(find_folder(run.config_folder), model_config, data.processor),
+            positions=num_positions(model_config),
         )
         rollouts = Rollouts(
             answers,
-            make_rewards(self.plan),
+            make_rewards(self.config),
             options,
             prompts=prompts,
             collate=functools.partial(data.collate, stage=context.pp_rank),
@@ -479,7 +470,7 @@ class TrainingParts:
         )
         held_out = None
         if data.test is not None:
-            held_out = make_prompts(self.plan, data, context, data.test, is_evaluation=True)
+            held_out = make_prompts(self.config, data, context, data.test, is_evaluation=True)
         return rollouts, held_out
 
     def _build_stage(
@@ -492,11 +483,11 @@ class TrainingParts:
         processor: str | None = None,
         is_whole: bool = False,
     ) -> Any:
-        run = self.plan.run
+        run = self.config.run
         given = rows_option(run, self.data.new_tokens, is_known=is_whole)
         if point is not None and point.base is not None and run.lora.init.startswith(PISSA):
             given["lora_taken_from"] = str(point.folder)  # PiSSA took these out of the weights
-        return stage_builder(self.plan, images=self.data.processor).build(
+        return stage_builder(self.config, images=self.data.processor).build(
             stage,
             checkpoint_path=weights,
             processor_path=processor or run.processor_path,
@@ -506,24 +497,24 @@ class TrainingParts:
 
     def reference_key(self, dataset: Any) -> str:
         """Return a hash of all that the reference log-probabilities of a dataset depend on."""
-        run = self.plan.run
+        run = self.config.run
         told = {
             name: value
-            for name, value in self.plan.as_config().items()
-            if on_resume(name, self.plan.parts) == "course"
+            for name, value in self.config.as_config().items()
+            if on_resume(name, self.config.parts) == "course"
         }
         words = (data_fingerprint(dataset), start_weights(run), run.max_token_num)
         return hashlib.sha256(json.dumps([told, words], default=str).encode()).hexdigest()
 
     def save_config(self, folder: Path) -> None:
         """Write the settled options and the rows that are left out."""
-        save_config(self.plan, folder / "config.yaml")
+        save_config(self.config, folder / "config.yaml")
         self.data.bad_rows.write(folder / "bad_rows.jsonl")
 
     def make_tracker(self, folder: Path, start_step: int) -> object | None:
         """Return the tracker part, which starts to follow the run."""
-        given = {"folder": folder, "config": self.plan.as_config(), "start_step": start_step}
-        return call("tracker", self.plan.parts["tracker"].bound, **given)
+        given = {"folder": folder, "config": self.config.as_config(), "start_step": start_step}
+        return call("tracker", self.config.parts["tracker"].bound, **given)
 
 
 def host_facts(runner: PipelineRunner) -> Callable[[Any], Any] | None:
@@ -538,23 +529,12 @@ def newer_options(run: RunConfig, now: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **{name: now[name] for name in READ_ANEW if name in now}}
 
 
-def check_same_commits(configs: Sequence[Mapping[str, object]]) -> None:
-    """Refuse ranks that found a name on a hub at different commits, as torchrun's may."""
-    for name, value in configs[0].items():
-        found = {str(config[name]) for config in configs}
-        if PREFIX in str(value) and len(found) > 1:
-            raise UserError(
-                f"--{name} is {' and '.join(sorted(found))} on ranks of this run. One commit is "
-                "required: give one of these names."
-            )
-
-
-def rates_stay(arguments: TrainArguments, saved: Mapping[str, Any], step: int) -> tuple[bool, str]:
+def rates_stay(config: TrainArguments, saved: Mapping[str, Any], step: int) -> tuple[bool, str]:
     """Return whether `step` past steps had the learning rates of this run, and why not.
 
     Then a run of another length is, to the bit, the one that had this length from the start.
     """
-    run = arguments.run
+    run = config.run
     names = ("total_steps", "warmup_steps")
     then: dict[str, Any] = {name: saved.get(spelled(name)[2:]) for name in names}
     now = {name: getattr(run, name) for name in names}
@@ -562,14 +542,13 @@ def rates_stay(arguments: TrainArguments, saved: Mapping[str, Any], step: int) -
         return then == now, ""
     if run.total_steps < step:
         return False, f" The run would end at step {run.total_steps}, and {step} are done."
-    before = dataclasses.replace(arguments, run=dataclasses.replace(run, **then))
-    earlier, current = make_learning_rate(before), make_learning_rate(arguments)
+    before = dataclasses.replace(config, run=dataclasses.replace(run, **then))
+    earlier, current = make_learning_rate(before), make_learning_rate(config)
     for done in range(step):
         if earlier(done) != current(done):
             return False, (
-                f" With another length, step {done + 1}, which is done, would have had the "
-                f"learning rate {current(done):g} in place of {earlier(done):g}; with "
-                "--lr-scheduler constant and the same --warmup-steps a run may be made longer."
+                f" Step {done + 1}, which is done, would have had the learning rate "
+                f"{current(done):g}, not {earlier(done):g}; --lr-scheduler constant may be longer."
             )
     return True, ""
 
@@ -598,9 +577,9 @@ def weigh_answers(run: RunConfig, num_ranks: int, row_tokens: int) -> Callable[[
     return functools.partial(answer_cost, loads=loads)
 
 
-def make_rewards(arguments: TrainArguments) -> Rewards:
+def make_rewards(config: TrainArguments) -> Rewards:
     """Return the reward parts with their weights."""
-    run, chosen = arguments.run, arguments.parts["reward"].part
+    run, chosen = config.run, config.parts["reward"].part
     weights = run.rollouts.reward_weights or [1.0] * len(chosen)
     parts = [
         Reward(
@@ -611,16 +590,16 @@ def make_rewards(arguments: TrainArguments) -> Rewards:
     return Rewards(parts, timeout=run.rollouts.reward_timeout)
 
 
-def check_rewards(arguments: TrainArguments, data: Data) -> None:
+def check_rewards(config: TrainArguments, data: Data) -> None:
     """Print what the rewards give for the first training rows, and how long the prompts are."""
-    run, size = arguments.run, group_size_of(data.train)
+    run, size = config.run, group_size_of(data.train)
     tokenizer = get_tokenizer(data.processor)
     count = min(len(data.train), max(1, MOST_TRIED // size) * size)
     with host_state_kept():
         items = [read_row(data.train, row) for row in range(count)]
         prompts = [prompt_of(data.encode(*item)).input_ids for item in items]
     told = try_rewards(
-        make_rewards(arguments),
+        make_rewards(config),
         [tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts],
         [sample for _, sample in items],
         num_tokens=lambda text: len(tokenizer.encode(text, add_special_tokens=False)),

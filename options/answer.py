@@ -19,46 +19,31 @@ _adapter_paths = functools.partial(
 )
 _adapter_weights = functools.partial(option, None, "weight of each adapter; default: 1")
 _num_devices = functools.partial(
-    side_option, None, "number of devices of the model; default: all", at_least=1, to="builder"
+    side_option, None, "number of devices of the model; default: all", ge=1, to="builder"
 )
-_longest_answer = functools.partial(option, help_text="longest answer, in tokens", at_least=1)
-_temperature = functools.partial(option, 0.0, "sampling temperature (0 = greedy)", at_least=0)
+_longest_answer = functools.partial(option, help_text="longest answer, in tokens", ge=1)
+_temperature = functools.partial(option, 0.0, "sampling temperature (0 = greedy)", ge=0)
 
 
 class DecodeOptions(Options):
     """Pipelined decoding (--engine pipeline)"""
 
-    num_stages: int | None = side_option(
-        None, "stages, one process and device each; default: all GPUs, 1 on the CPU", at_least=1
-    )
-    partition: list[int] | None = side_option(
-        None, "layers of each stage, such as 12,10; default: equal times of a decoding step"
-    )
+    num_stages: int | None = side_option(None, "stages (processes); default: all GPUs, or 1", ge=1)
+    partition: list[int] | None = side_option(None, "layers per stage, 12,10; default: equal times")
     prove_split: Literal["auto", "always", "never"] = side_option("auto", PROVE_HELP)
-    train_model: str | None = side_option(
-        None, "train_model component; default: that of the architecture"
-    )
-    max_running: int = side_option(64, "sequences decoded at a time", at_least=1)
+    train_model: str | None = side_option(None, "train_model component; default: by architecture")
+    max_running: int = side_option(64, "sequences decoded at a time", ge=1)
     num_groups: int | None = side_option(
-        None,
-        "groups of sequences; default: one per stage, fewer below 8 sequences a group",
-        at_least=1,
+        None, "groups of sequences; default: one per stage, fewer below 8 sequences each", ge=1
     )
     prefill_tokens: int | None = side_option(
-        None, "prompt tokens per pass; default: 2048, on a GPU up to 16384", at_least=1
+        None, "prompt tokens per pass; default: 2048, on a GPU up to 16384", ge=1
     )
-    max_length: int | None = option(
-        None, "max length of prompt and answer, in tokens; default: the model's", at_least=2
-    )
+    max_length: int | None = option(None, "most tokens of a sequence; default: the model's", ge=2)
     cache_gib: float | None = side_option(
-        None,
-        "memory of the KV cache on each device, in GiB; default: 0.8 of the free memory of a GPU, "
-        "0.25 of the host's",
-        at_least=0,
+        None, "KV cache of each device, in GiB; default: 0.8 of its free memory, 0.25 on CPU", ge=0
     )
-    merge_adapters: bool = side_option(
-        False, "merge adapters into the weights (fewer operations, other rounding)"
-    )
+    merge_adapters: bool = side_option(False, "merge adapters into the weights (rounds otherwise)")
 
 
 # default keys of an engine
@@ -75,7 +60,7 @@ class EngineOptions(DecodeOptions):
         "exported folder in vLLM, api = a model behind an endpoint (--builder.name)",
     )
     num_replicas: int | None = side_option(
-        None, "copies of the model; default: as many pipelines as the GPUs hold, else 1", at_least=1
+        None, "copies of the model; default: as many pipelines as the GPUs hold, else 1", ge=1
     )
 
 
@@ -100,17 +85,14 @@ def check_engine(run: EngineOptions) -> None:
                 f"or drop {spelled(item.name)} (--num-devices spreads a model without a pipeline)."
             )
     if (run.num_replicas or 1) > 1 and run.engine not in ("device_map", "pipeline"):
-        raise OptionError(
-            f"--num-replicas {run.num_replicas} does not go with --engine {run.engine}, which "
-            "runs many requests at once. Drop --num-replicas."
-        )
+        raise OptionError(f"--num-replicas does not go with --engine {run.engine}. Drop it.")
 
 
 class RowSize(Options):
     """Row that --plan and the split assume"""
 
-    length: int = side_option(2048, "longest prompt with its answer, in tokens", at_least=2)
-    images: int = side_option(1, "images of the row (each tile counts)", at_least=0)
+    length: int = side_option(2048, "longest prompt with its answer, in tokens", ge=2)
+    images: int = side_option(1, "images of the row (each tile counts)", ge=0)
 
 
 class PlacementOptions(Options):
@@ -120,12 +102,10 @@ class PlacementOptions(Options):
         None,
         "share of the first device for the vision tower (1 or more = all of it), with layers "
         "split by number; default: by measured bytes",
-        at_least=0,
+        ge=0,
         to="train_model builder",
     )
-    plan: bool = option(
-        False, "print the device of each layer and stop, without loading", is_saved=False
-    )
+    plan: bool = option(False, "print the device of each layer, without loading", is_saved=False)
     device_memory: list[str] | None = side_option(
         None, "free memory of each device, such as 24GiB,48GiB, or of all; default: measured"
     )
@@ -172,43 +152,31 @@ class AnswerOptions(Options):
 
     adapter_path: list[str] | None = _adapter_paths()
     adapter_weights: list[float] | None = _adapter_weights()
-    batch_size: int = side_option(8, "samples per batch", at_least=1)
+    batch_size: int = side_option(8, "samples per batch", ge=1)
     max_new_tokens: int = _longest_answer(64, to="model")
     temperature: float = _temperature(to="model")
     num_devices: int | None = _num_devices()
-    limit: int | None = side_option(None, "number of first samples; default: all", at_least=1)
+    limit: int | None = side_option(None, "number of first samples; default: all", ge=1)
 
 
 class EvaluateConfig(PlacementOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions):
     """Evaluation"""
 
-    num_fewshot: int = option(
-        0, "solved samples before each question, as chat turns or filled templates", at_least=0
-    )
+    num_fewshot: int = option(0, "solved samples before each question, as turns or templates", ge=0)
     fewshot: FewshotSettings = mapping(FewshotSettings)
-    compare_with: str | None = side_option(
-        None, "predictions.jsonl of another run on the same samples", is_path=True
-    )
+    compare_with: str | None = side_option(None, "predictions.jsonl of another run", is_path=True)
     bootstrap: BootstrapSettings = mapping(BootstrapSettings)
-    skip_bad_rows: int = side_option(0, BAD_ROWS, at_least=0)
-    output_dir: str = side_option(
-        "runs/evaluate", "folder of predictions.jsonl, report.json and plots", is_output=True
-    )
+    skip_bad_rows: int = side_option(0, BAD_ROWS, ge=0)
+    output_dir: str = side_option("runs/evaluate", "folder of answers and reports", is_output=True)
 
 
 class InferConfig(PlacementOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions):
     """Prompts: one of --prompts, --text and --dataset"""
 
-    prompts: str | None = side_option(
-        None, "file of prompts: one per line (.txt), or rows (.jsonl, .json)", is_path=True
-    )
-    text: list[str] | None = side_option(
-        None, "prompt; repeat the option for more, or give a list in a config file"
-    )
-    print_answers: int = side_option(
-        20, "number of answers that are printed; all are in the file", at_least=0
-    )
-    skip_bad_rows: int = side_option(0, BAD_ROWS, at_least=0)
+    prompts: str | None = side_option(None, "prompts: lines (.txt) or rows (.jsonl)", is_path=True)
+    text: list[str] | None = side_option(None, "prompt; repeatable, or a list in a config file")
+    print_answers: int = side_option(20, "number of printed answers; all are in the file", ge=0)
+    skip_bad_rows: int = side_option(0, BAD_ROWS, ge=0)
     output_dir: str = side_option("runs/infer", "folder of predictions.jsonl", is_output=True)
     max_new_tokens: int = _longest_answer(256, to="model")
 
@@ -228,14 +196,10 @@ class ChatSettings(Options):
 
     max_new_tokens: int = _longest_answer(512)
     temperature: float = _temperature()
-    top_p: float = option(
-        1.0, "probability mass of the tokens that are sampled from (1 = all)", at_least=0, at_most=1
-    )
-    top_k: int = option(50, "number of likeliest tokens to sample from (0 = all)", at_least=0)
-    repetition_penalty: float = option(
-        1.0, "penalty of earlier tokens (1 = off, above 1 = less likely)", at_least=0.01
-    )
-    seed: int = option(0, "sampling seed", at_least=0, at_most=10**12)
+    top_p: float = option(1.0, "probability mass of the sampled tokens (1 = all)", ge=0, le=1)
+    top_k: int = option(50, "number of likeliest tokens to sample from (0 = all)", ge=0)
+    repetition_penalty: float = option(1.0, "penalty of earlier tokens (1 = off)", ge=0.01)
+    seed: int = option(0, "sampling seed", ge=0, le=10**12)
 
 
 class ChatConfig(ChatSettings, PlacementOptions, ModelOptions):
@@ -257,53 +221,28 @@ class ChatConfig(ChatSettings, PlacementOptions, ModelOptions):
 class HarnessSettings(Options):
     """Settings of lm_eval itself"""
 
-    include_path: str | None = option(
-        None, "folder of your own tasks (YAML), which precede those of lm_eval", is_path=True
-    )
+    include_path: str | None = option(None, "folder of your tasks, before lm_eval's", is_path=True)
     apply_chat_template: bool = option(False, "apply the model's chat template")
     system_instruction: str | None = option(None, "system message")
-    fewshot_as_multiturn: bool = option(
-        True, "with the chat template, examples as earlier turns, not as one text"
-    )
-    gen_kwargs: str | None = option(
-        None, "generation settings in place of the tasks', such as do_sample=True,temperature=0.7"
-    )
-    add_bos_token: bool | None = option(
-        None, "add BOS in front of each text; default: as the tokenizer does"
-    )
+    fewshot_as_multiturn: bool = option(True, "examples as earlier turns of the chat template")
+    gen_kwargs: str | None = option(None, "generation settings, such as do_sample=True,top_p=0.9")
+    add_bos_token: bool | None = option(None, "add BOS to each text; default: as the tokenizer")
     confirm_run_unsafe_code: bool = option(False, "run tasks that execute the model's code")
-    log_samples: bool = option(
-        False, "write each question with its answer", needs=("--output-path FOLDER",)
-    )
+    log_samples: bool = option(False, "write question and answer", needs=("--output-path FOLDER",))
 
 
 class LmEvalConfig(DecodeOptions, ModelOptions):
     """Tasks of lm_eval"""
 
-    tasks: str | None = option(None, "comma-separated names of tasks, groups or tags")
-    num_fewshot: int | None = option(
-        None, "examples before each question; default: the task's", at_least=0
-    )
-    limit: float | None = option(
-        None, "questions per task, below 1 as a share; default: all", at_least=0
-    )
+    tasks: str | None = option(None, "names of tasks, groups or tags, a,b", is_needed=True)
+    num_fewshot: int | None = option(None, "examples before a question; default: the task's", ge=0)
+    limit: float | None = option(None, "questions per task, below 1 as a share; default: all", ge=0)
     lm_eval: HarnessSettings = mapping(HarnessSettings)
-    output_path: str | None = option(
-        None, "folder of results_DATE.json, as lm_eval writes it", is_output=True
-    )
-    seed: int = option(0, "seed of sampled answers", at_least=0, at_most=10**12)
+    output_path: str | None = option(None, "folder of lm_eval's results_DATE.json", is_output=True)
+    seed: int = option(0, "seed of sampled answers", ge=0, le=10**12)
     check_only: bool = option(False, "check all options and files, then stop", is_saved=False)
 
     @property
     def task_names(self) -> list[str]:
         """Return the names of --tasks."""
         return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
-
-
-def check_tasks(run: LmEvalConfig) -> None:
-    """Refuse options that name no task."""
-    if not run.task_names:
-        raise OptionError(
-            "--tasks is missing. Give names, --tasks arc_easy,hellaswag; `lm_eval ls tasks` lists "
-            "them."
-        )

@@ -3,7 +3,6 @@
 Knows how options are spelled, not which options there are: that is parse_args.py.
 """
 
-import difflib
 import functools
 import json
 import re
@@ -18,6 +17,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from options.fields import OptionError, as_list, spelled
+from register import did_you_mean
 
 
 def command_words(argv: Sequence[str] | None = None) -> list[str]:
@@ -34,25 +34,13 @@ def program_name() -> str:
     return " ".join(["stageline", *sys.argv[1:2]]) if is_module else path.name.replace(" ", "_")
 
 
-_STR, _FLOAT = "tag:yaml.org,2002:str", "tag:yaml.org,2002:float"
+_STR = "tag:yaml.org,2002:str"
 # types that YAML gives to words without quotes
 _PLAIN = [f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "timestamp")]
-# YAML 1.1 reads 010 as 8, 1:30 as 90, and a number without a dot, 1e-4, as text
-_NO_NUMBER = re.compile(r"[-+]?0[0-9_]+|.*:.*")
-_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
 class _StrictLoader(yaml.SafeLoader):
     """Plain values only; refuses a key that comes twice, of which YAML takes the last."""
-
-    def resolve(self, kind: type[yaml.Node], value: str, implicit: Any) -> Any:
-        tag = super().resolve(kind, value, implicit)
-        if kind is yaml.ScalarNode and implicit[0]:
-            if _NUMBER.fullmatch(value):
-                return _FLOAT
-            if tag in _PLAIN and _NO_NUMBER.fullmatch(value):
-                return _STR
-        return tag
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -65,28 +53,26 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if twin := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"{twin!r} comes twice")
-    return dict(pairs)
+# YAML 1.1 reads a number without a dot, 1e-4, as text
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
 
 
 def read_options(text: str) -> tuple[Any, dict[str, int]]:
     """Return the content of a YAML text, and the line of each of its names."""
     loader = _StrictLoader(text)
     lines = {}
-    try:
-        node = loader.get_single_node()
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                lines[str(key.value)] = key.start_mark.line + 1
-                # keep the text until the option's type is known: 1.50 may be a name
-                if value.tag in _PLAIN and value.style is None:
-                    value.tag = _STR
-        return (None if node is None else loader.construct_document(node)), lines
-    finally:
-        loader.dispose()
+    node = loader.get_single_node()
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            lines[str(key.value)] = key.start_mark.line + 1
+            # keep the text until the option's type is known: 1.50 may be a name
+            if value.tag in _PLAIN and value.style is None:
+                value.tag = _STR
+    return (None if node is None else loader.construct_document(node)), lines
 
 
 HOW = "Write one option a line, as on the command line without the dashes: 'batch-size: 8'."
@@ -114,7 +100,7 @@ def shortened(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
-def read_words(words: Sequence[str]) -> list[Given]:
+def read_words(words: Sequence[str], names: Iterable[str] = ()) -> list[Given]:
     """Read `--name value`, `--name=value`, `--name v1 v2` and `--name`."""
     given: list[Given] = []
     for word in ["--help" if word == "-h" else word for word in words]:
@@ -126,7 +112,7 @@ def read_words(words: Sequence[str]) -> list[Given]:
             given[-1].values.append(word)
         else:
             raise OptionError(f"{shortened(word)!r} belongs to no option. Put --NAME before it.")
-    return given
+    return [one for item in given for one in _unfolded(item, names)]
 
 
 def read_config(path: str | Path, names: Iterable[str] = ()) -> list[Given]:
@@ -136,46 +122,41 @@ def read_config(path: str | Path, names: Iterable[str] = ()) -> list[Given]:
     get their own `names`.
     """
     path = Path(path).expanduser()
-    lines: dict[str, int] = {}
     try:
         text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            content = json.loads(text, object_pairs_hook=_without_twins)
-        else:
-            content, lines = read_options(text)
+        # JSON is YAML, but for tabs between its values
+        content, lines = read_options(text.replace("\t", " ") if path.suffix == ".json" else text)
     except OSError as error:
         raise OptionError(
             f"--config {path} can't be read: {error.strerror}. Correct it; it is relative to the "
             f"directory you are in ({Path.cwd()})."
         ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise OptionError(f"--config {path} is not plain {kind}: {error}\n  {HOW}") from error
+        raise OptionError(f"--config {path} is not plain YAML: {error}\n  {HOW}") from error
     if content is not None and not isinstance(content, dict):
         raise OptionError(f"--config {path} holds a {type(content).__name__}. {HOW}")
-    items = []
+    found: dict[str, Given] = {}
     for key, value in (content or {}).items():
-        name, line = str(key).replace("-", "_"), lines.get(str(key))
-        place = f"{path}:{line}" if line else str(path)
-        if name == "config":
+        line = lines.get(str(key))  # none for a key such as on, which YAML reads as true
+        item = _of_file(str(key), value, f"{path}:{line}" if line else str(path))
+        if item.name == "config":
             raise OptionError(
-                f"--config is in {place}. A config file reads no other one: name both on the "
+                f"--config is in {item.origin}. A config file reads no other one: name both on the "
                 "command line, the later one wins."
             )
-        items.append(_of_file(name, value, place))
-    found: dict[str, Given] = {}
-    for item in unfolded(items, names):
-        first = found.setdefault(item.name, item)
-        if first is not item:
-            raise OptionError(
-                f"{spelled(item.name)} is given twice, in {first.origin} and {item.origin}. Drop "
-                "one."
-            )
+        for one in _unfolded(item, names):
+            first = found.setdefault(one.name, one)
+            if first is not one:
+                raise OptionError(
+                    f"{spelled(one.name)} is given twice, in {first.origin} and {one.origin}. Drop "
+                    "one."
+                )
     return list(found.values())
 
 
-def _of_file(name: str, value: Any, origin: str) -> Given:
+def _of_file(key: str, value: Any, origin: str) -> Given:
     """Return an option with its YAML value as it would be typed."""
+    name = key.replace("-", "_")
     if isinstance(value, str):
         words = [value]
     elif name == "import" and isinstance(value, list):
@@ -185,37 +166,51 @@ def _of_file(name: str, value: Any, origin: str) -> Given:
     return Given(name, words, origin, value)
 
 
-def unfolded(given: Sequence[Given], names: Iterable[str]) -> list[Given]:
-    """Replace a mapping, `lora: {rank: 8}`, by the options in it, `lora.rank`, of all `names`."""
-    heads = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
-    found: list[Given] = []
+def _unfolded(item: Given, names: Iterable[str]) -> list[Given]:
+    """Return the options in a mapping, `lora.rank` of `lora: {rank: 8}`; another one as it is."""
+    inside = [name for name in names if name.startswith(f"{item.name}.")]
+    if not inside:
+        return [item]
+    content = item.content
+    if item.origin == COMMAND_LINE:
+        try:
+            content = read_options(" ".join(item.values))[0]
+        except (ValueError, yaml.YAMLError):
+            content = None
+    if not isinstance(content, dict):
+        raise OptionError(
+            f"{item} is not a mapping. Give one of {', '.join(map(spelled, inside))} with its "
+            "value."
+        )
+    return [
+        one
+        for key, value in content.items()
+        for one in _unfolded(_of_file(f"{item.name}.{key}", value, item.origin), names)
+    ]
+
+
+def by_name(given: Iterable[Given], repeated: Sequence[str] = ()) -> dict[str, Given]:
+    """Return options by name; where one was given several times, the last.
+
+    A `repeated` one holds the texts of all times that it was typed, or what a file has.
+    """
+    found: dict[str, Given] = {}
     for item in given:
-        if item.name not in heads:
-            found.append(item)
-            continue
-        content = item.content
-        if item.origin == COMMAND_LINE and len(item.values) == 1:
-            try:
-                content = read_options(item.values[0])[0]
-            except (ValueError, yaml.YAMLError):
-                content = None
-        if not isinstance(content, dict):
-            inside = [name for name in names if name.startswith(f"{item.name}.")]
-            raise OptionError(
-                f"{item} is not a mapping. Give one of {', '.join(map(spelled, inside))} with its "
-                "value."
-            )
-        inner = [
-            _of_file(f"{item.name}.{str(key).replace('-', '_')}", value, item.origin)
-            for key, value in content.items()
-        ]
-        found += unfolded(inner, names)
+        if item.name in repeated:
+            before, texts = found.get(item.name), as_list(item.content)
+            if item.origin == COMMAND_LINE:
+                if len(item.values) != 1:
+                    raise OptionError(
+                        f"{item} has {len(item.values)} words. Put it in quotes, and repeat the "
+                        "option for more."
+                    )
+                texts = item.values
+                if before is not None and before.origin == COMMAND_LINE:
+                    texts = [*before.content, *texts]
+            words = [json.dumps([str(text) for text in texts] or None)]
+            item = Given(item.name, words, item.origin, texts)
+        found[item.name] = item
     return found
-
-
-def by_name(given: Iterable[Given]) -> dict[str, Given]:
-    """Return options by name; where one was given several times, the last."""
-    return {item.name: item for item in given}
 
 
 def drop_rivals(options: dict[str, Given], following: Mapping[str, str]) -> None:
@@ -228,27 +223,6 @@ def drop_rivals(options: dict[str, Given], following: Mapping[str, str]) -> None
         for item in items if typed else []:
             if item not in typed:
                 del options[item.name]
-
-
-def gathered(given: Sequence[Given], names: Sequence[str]) -> dict[str, Given]:
-    """Return options that hold a text each time they are given, as one list.
-
-    The command line replaces what a config file has, a later file an earlier one.
-    """
-    found: dict[str, Given] = {}
-    for name in names:
-        items = [item for item in given if item.name == name]
-        typed = [item for item in items if item.origin == COMMAND_LINE]
-        if wrong := next((item for item in typed if len(item.values) != 1), None):
-            raise OptionError(
-                f"{wrong} has {len(wrong.values)} words. Put it in quotes, and repeat the option "
-                "for more."
-            )
-        if items:
-            texts = [item.values[0] for item in typed] or as_list(items[-1].content)
-            words = [json.dumps([str(text) for text in texts] or None)]
-            found[name] = Given(name, words, items[-1].origin)
-    return found
 
 
 def convert(
@@ -272,13 +246,10 @@ def convert(
                 f"more. {' '.join(dict.fromkeys(told.values()))}"
             )
         raise OptionError(_unknown_option(settings[unknown[0]], known))
-    words = []
-    for name, item in settings.items():
-        word = _one_word(item, hints[name])
-        is_number = re.fullmatch(r"((?!str|Any).)*(int|float).*", str(hints[name]))
-        if is_number and re.search(r"\d:\d", word):
-            raise OptionError(_wrong_value(item, hints[name]))  # YAML: 1:30 is 90
-        words.append(f"{actions[name].option_strings[0]}={word}")
+    words = [
+        f"{actions[name].option_strings[0]}={_one_word(item, hints[name])}"
+        for name, item in settings.items()
+    ]
     try:
         return parser.parse_args(words)
     except ArgumentError as error:
@@ -288,7 +259,8 @@ def convert(
             message = f"{options} is missing. Give it on the command line or in --config."
         match = re.match(r'Parser key "([^"]+)"', message)
         if match and match[1] in settings:
-            message = _wrong_value(settings[match[1]], hints[match[1]])
+            wanted = _type_name(hints[match[1]])
+            message = f"{settings[match[1]]} has a wrong value. Give one of type {wanted}."
         raise OptionError(message) from error
 
 
@@ -307,8 +279,6 @@ def _one_word(item: Given, hint: Any) -> str:
     if not lists or (len(item.values) == 1 and is_whole):
         return first
     entries = [entry for value in item.values if value for entry in value.split(",")]
-    if "" in entries:
-        raise OptionError(f"{item} has an empty entry. Fill it in, or drop the comma.")
     if any(str in get_args(kind) for kind in lists):
         return json.dumps(entries)
     return f"[{','.join(entries)}]"
@@ -327,13 +297,9 @@ def needs_value(item: Given, wanted: str) -> str:
     )
 
 
-def _wrong_value(item: Given, hint: Any) -> str:
-    return f"{item} has a wrong value. Give one of type {_type_name(hint)}."
-
-
 @functools.cache
 def old_names(section: str) -> dict[str, str]:
-    """Return a section of old_names.yaml: moved, gone, gone_from_export or elsewhere."""
+    """Return a section of old_names.yaml: moved or gone."""
     path = Path(__file__).with_name("old_names.yaml")
     rows = yaml.safe_load(path.read_text(encoding="utf-8"))[section]
     return {name: told for names, told in rows.items() for name in names.split()}
@@ -352,16 +318,14 @@ def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unknown_option(item: Given, known: Sequence[str]) -> str:
     head, dot, _ = item.name.partition(".")
-    near = difflib.get_close_matches(item.name, known, n=3, cutoff=0.6)
-    hint = f" Did you mean {' or '.join(map(spelled, near))}?" if near else ""
-    # an option of Hugging Face's Trainer or of older scripts
+    hint = did_you_mean(item.name, known, spelled)
+    # an option of LLaMA-Factory and Hugging Face's Trainer
     table = Path(__file__).with_name("llamafactory_keys.yaml")
     groups = yaml.safe_load(table.read_text(encoding="utf-8")).values()
-    rows = {keys: row for group in groups for keys, row in group.items()}
-    row = next((row for keys, row in rows.items() if item.name in str(keys).split()), None)
-    row = row or {"to": old_names("elsewhere").get(item.name, "")}
+    rows = [row for group in groups for row in group.items()]
+    row: dict[str, str] = next((row for keys, row in rows if item.name in str(keys).split()), {})
     found = str(row.get("to") or "").split(", ")
-    if found[0] and found[0].partition(".")[0].replace("-", "_") in known:
+    if found[0].partition(".")[0].replace("-", "_") in known:
         note = f" ({row['note']})" if row.get("note") else ""
         hint = f" It is {', '.join(f'--{one}' for one in found)} here{note}."
     elif reason := row.get("why") or row.get("drop"):

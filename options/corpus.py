@@ -1,6 +1,5 @@
 """Options of corpus.py, one class per action."""
 
-import difflib
 import functools
 from dataclasses import fields
 from pathlib import Path
@@ -9,15 +8,16 @@ from typing import Literal
 from options.command_line import by_name, read_config, read_words
 from options.data import CorpusRunOptions
 from options.fields import OptionError, Options, option, spelled
+from register import did_you_mean
 
 PREFIX = "path of a corpus without suffix (.bin, .idx ...)"
 TOKENIZER = "tokenizer: a folder, tokenizer.json or hub name (owner/name[@revision])"
 
 
-_prefix = functools.partial(option, None, PREFIX, is_output=True, is_needed=True)
+_prefix = functools.partial(option, None, is_output=True, is_needed=True)
 _tokenizer = functools.partial(option, None, is_path=True, takes_name=True)
 _overwrite = functools.partial(option, False, "replace a finished corpus of that name")
-_row_length = functools.partial(option, at_least=8, at_most=2**30)
+_row_length = functools.partial(option, ge=8, le=2**30)
 
 
 class WriteConfig(Options):
@@ -32,9 +32,7 @@ class WriteConfig(Options):
         is_needed=True,
     )
     save_path: str = option(".", "folder of the corpus", is_output=True)
-    save_prefix: str | None = option(
-        None, "name of the corpus in --save-path, without suffix", is_needed=True
-    )
+    save_prefix: str | None = option(None, "name of the corpus in --save-path", is_needed=True)
     tokenizer_path: str | None = _tokenizer(TOKENIZER, is_needed=True)
     encoder: Literal["auto", "tiktoken", "tokenizers"] = option(
         "auto", "tokenizing library: auto = tiktoken (faster) where it gives the same ids"
@@ -42,15 +40,11 @@ class WriteConfig(Options):
     do_split_sentences: bool = option(True, "cut long documents between sentences")
     do_keep_newlines: bool = option(True, "keep newlines, not replace them with a space")
     seq_length: int = _row_length(1024, "longest segment, in tokens with BOS and EOS")
-    add_bos: bool | None = option(
-        None, "add BOS in front of each document; default: if the tokenizer has one"
-    )
-    add_eos: bool | None = option(
-        None, "add EOS behind each document; default: if the tokenizer has one"
-    )
-    num_workers: int | None = option(None, "worker processes; default: one per core", at_least=0)
+    add_bos: bool | None = option(None, "add BOS to each document; default: if the tokenizer has")
+    add_eos: bool | None = option(None, "add EOS to each document; default: if the tokenizer has")
+    num_workers: int | None = option(None, "worker processes; default: one per core", ge=0)
     strict: bool = option(False, "stop at the first bad row, not list bad rows in PREFIX.bad.jsonl")
-    max_document_bytes: int = option(32 * 2**20, "longest row, in bytes", at_least=1)
+    max_document_bytes: int = option(32 * 2**20, "longest row, in bytes", ge=1)
     overwrite: bool = _overwrite()
 
 
@@ -61,38 +55,30 @@ class MergeConfig(Options):
     merge_path_type: list[int] | None = option(
         None, "type number of each corpus; equal numbers become one type", is_needed=True
     )
-    new_path_prefix: str | None = _prefix()
+    new_path_prefix: str | None = _prefix(PREFIX)
     overwrite: bool = _overwrite()
 
 
 class ReadConfig(Options):
     """Show segments, or write the documents back"""
 
-    read_path_prefix: str | None = _prefix()
+    read_path_prefix: str | None = _prefix(PREFIX)
     tokenizer_path: str | None = _tokenizer(
         f"{TOKENIZER}; default: print ids, or with --text use the tokenizer of the build"
     )
     text: bool = option(False, "write whole documents, one per line")
-    json: bool | None = option(
-        None, 'with --text, write lines {"text": ...}; default: unless the inputs were text files'
-    )
-    output_path: str | None = option(
-        None, "with --text, new file; default: standard output", is_output=True
-    )
-    start: int = option(0, "first segment, or with --text first document", at_least=0)
-    limit: int | None = option(
-        None, "number to show; default: 10 segments, or with --text all documents", at_least=1
-    )
-    type: int | None = option(None, "type number to show; default: all types", at_least=0)
+    json: bool | None = option(None, "with --text, JSON lines; default: unless built from text")
+    output_path: str | None = option(None, "with --text, new file; default: stdout", is_output=True)
+    start: int = option(0, "first segment, or with --text first document", ge=0)
+    limit: int | None = option(None, "number to show; default: 10, or with --text all", ge=1)
+    type: int | None = option(None, "type number to show; default: all types", ge=0)
 
 
 class RemoveConfig(Options):
     """Copy a corpus without some segments"""
 
-    read_data_path_prefix: str | None = _prefix()
-    write_data_path_prefix: str | None = option(
-        None, "path of the new corpus without suffix", is_output=True, is_needed=True
-    )
+    read_data_path_prefix: str | None = _prefix(PREFIX)
+    write_data_path_prefix: str | None = _prefix("path of the new corpus without suffix")
     remove_idx_path: str | None = option(
         None,
         "numbers from find-trained (.npy), or text, one per line",
@@ -105,41 +91,33 @@ class RemoveConfig(Options):
 class StatsConfig(Options):
     """Lengths, padding and tokens of each type, with a picture"""
 
-    read_path_prefix: str | None = _prefix()
-    plot_path: str | None = option(
-        None, "file of the length histogram; default: PREFIX.stats.png", is_output=True
-    )
+    read_path_prefix: str | None = _prefix(PREFIX)
+    plot_path: str | None = option(None, "length plot; default: PREFIX.stats.png", is_output=True)
     json: bool = option(False, "print the figures as JSON")
 
 
 class VerifyConfig(Options):
     """Check all sums and counts of the files"""
 
-    read_path_prefix: str | None = _prefix()
+    read_path_prefix: str | None = _prefix(PREFIX)
     tokenizer_path: str | None = _tokenizer(f"{TOKENIZER}, compared with that of the corpus")
 
 
 class PackConfig(Options):
     """Arrange segments into rows of equal length"""
 
-    read_path_prefix: str | None = _prefix()
-    seq_length: int | None = _row_length(
-        None, "row length, in tokens; default: the longest segment"
-    )
+    read_path_prefix: str | None = _prefix(PREFIX)
+    seq_length: int | None = _row_length(None, "row length, in tokens; default: longest segment")
     overwrite: bool = option(False, "replace packed rows of another length")
 
 
 class ConvertConfig(Options):
     """Convert from and to the files of Megatron-core"""
 
-    read_path_prefix: str | None = _prefix()
-    new_path_prefix: str | None = option(
-        None, "path of the converted copy without suffix", is_output=True, is_needed=True
-    )
+    read_path_prefix: str | None = _prefix(PREFIX)
+    new_path_prefix: str | None = _prefix("path of the converted copy without suffix")
     tokenizer_path: str | None = _tokenizer(f"of Megatron-core's files: {TOKENIZER}")
-    seq_length: int | None = _row_length(
-        None, "longest uncut sequence of Megatron-core's files, in tokens; default: any"
-    )
+    seq_length: int | None = _row_length(None, "longest sequence of Megatron-core; default: any")
     language: str = option("unknown", "language of Megatron-core's files, for the header")
     overwrite: bool = _overwrite()
 
@@ -147,21 +125,15 @@ class ConvertConfig(Options):
 class FindTrainedConfig(CorpusRunOptions):
     """List the segments that a training run has read"""
 
-    run_path: str | None = option(
-        None, "run folder or checkpoint, from which the other options are read", is_path=True
-    )
-    read_path_prefix: str | None = _prefix()
-    save_path: str | None = option(
-        None, "new file of segment numbers (.npy, else text)", is_output=True, is_needed=True
-    )
-    steps: int | None = option(
-        None, "number of optimizer steps; default: those of the checkpoint", at_least=0
-    )
-    epoch: int | None = option(None, "single epoch, counted from 0; default: all", at_least=0)
-    batch_size: int | None = option(None, "rows per batch and replica", at_least=1)
-    accumulate_steps: int = option(1, "batches per optimizer step", at_least=1)
-    dp_degree: int = option(1, "number of replicas", at_least=1)
-    seed: int = option(0, "seed of the run", at_least=0, at_most=10**12)
+    run_path: str | None = option(None, "run folder or checkpoint with these options", is_path=True)
+    read_path_prefix: str | None = _prefix(PREFIX)
+    save_path: str | None = _prefix("new file of segment numbers (.npy, else text)")
+    steps: int | None = option(None, "optimizer steps; default: those of the checkpoint", ge=0)
+    epoch: int | None = option(None, "single epoch, counted from 0; default: all", ge=0)
+    batch_size: int | None = option(None, "rows per batch and replica", ge=1)
+    accumulate_steps: int = option(1, "batches per optimizer step", ge=1)
+    dp_degree: int = option(1, "number of replicas", ge=1)
+    seed: int = option(0, "seed of the run", ge=0, le=10**12)
 
 
 # action -> its options
@@ -184,15 +156,9 @@ KEYS: dict[str, dict[str, str | None]] = {
 
 
 def split_action(words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the action and the other words; --mode=write is the same as the word write."""
-    if words and not words[0].startswith("-"):
-        return words[0], words[1:]
-    for place, word in enumerate(words):
-        if word.startswith("--mode="):
-            return word.partition("=")[2], words[:place] + words[place + 1 :]
-        if word == "--mode" and place + 1 < len(words):
-            return words[place + 1], words[:place] + words[place + 2 :]
-    return None, words
+    """Return the action, if there is one, and the other words."""
+    has_action = bool(words) and not words[0].startswith("-")
+    return (words[0], words[1:]) if has_action else (None, words)
 
 
 def overview() -> str:
@@ -206,11 +172,9 @@ def overview() -> str:
 
 def no_action(name: str) -> str:
     """Return the error of a word that is not an action."""
-    near = difflib.get_close_matches(name, ACTIONS, n=2, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
     return (
-        f"{name!r} is not an action of corpus.py.{hint} Begin with one of {', '.join(ACTIONS)}; "
-        "`corpus.py --help` has a line on each."
+        f"{name!r} is not an action of corpus.py.{did_you_mean(name, ACTIONS, str)} Begin with one "
+        f"of {', '.join(ACTIONS)}; `corpus.py --help` has a line on each."
     )
 
 

@@ -1,5 +1,6 @@
 """Options of data: rows, batches, images, corpora, examples and reports."""
 
+import functools
 from typing import Any, Literal
 
 from options.fields import OptionError, Options, free_option, mapping, option, side_option
@@ -18,26 +19,20 @@ class RowSettings(Options):
     last: Literal["drop", "pad"] = option(
         "drop", "last rows of an epoch: drop = leave out, pad = add the epoch's first rows"
     )
-    pad_to_multiple_of: int = option(
-        1, "row lengths are rounded up to a multiple of this, up to --max-token-num", at_least=1
-    )
+    pad_to_multiple_of: int = option(1, "row lengths are rounded up to a multiple of this", ge=1)
 
 
 class BatchOptions(Options):
     """Data and batches"""
 
-    batch_size: int = free_option(16, "samples per schedule step and replica", at_least=1)
-    micro_batch_size: int = option(
-        2, "samples per micro-batch (an average when length-sorted)", at_least=1, resume="steps"
-    )
-    accumulate_steps: int = free_option(1, "batches per optimizer step", at_least=1)
-    max_token_num: int = option(512, "max length of a sample, in tokens", at_least=1)
+    batch_size: int = free_option(16, "samples per schedule step and replica", ge=1)
+    micro_batch_size: int = option(2, "samples per micro-batch, on average", ge=1, resume="steps")
+    accumulate_steps: int = free_option(1, "batches per optimizer step", ge=1)
+    max_token_num: int = option(512, "max length of a sample, in tokens", ge=1)
     packing: bool = option(False, "pack separate samples into rows of --max-token-num tokens")
     rows: RowSettings = mapping(RowSettings)
-    skip_bad_rows: int = option(0, f"{BAD_ROWS}; all are read before the first step", at_least=0)
-    preview: int = free_option(
-        0, "training samples to print first, tokens in the loss colored (0 = none)", at_least=0
-    )
+    skip_bad_rows: int = option(0, f"{BAD_ROWS}; all are read before the first step", ge=0)
+    preview: int = free_option(0, "training samples to print, loss tokens colored (0 = none)", ge=0)
 
 
 def check_batches(run: BatchOptions) -> None:
@@ -55,23 +50,21 @@ class ImageSettings(Options):
     """Images"""
 
     min_tiles: int | None = option(
-        None, "least tiles of an image (InternVL, LLaVA-Next); default: the processor's", at_least=1
+        None, "least tiles of an image (InternVL, LLaVA-Next); default: the processor's", ge=1
     )
     max_tiles: int | None = option(
         None,
         "most tiles of an image without its thumbnail (InternVL, LLaVA-Next, Idefics3, SmolVLM); "
         "default: the processor's",
-        at_least=1,
+        ge=1,
     )
-    min_pixels: int | None = option(None, "least pixels of an enlarged image (Qwen-VL)", at_least=1)
-    max_pixels: int | None = option(None, "most pixels of a scaled image (Qwen-VL)", at_least=1)
+    min_pixels: int | None = option(None, "least pixels of an enlarged image (Qwen-VL)", ge=1)
+    max_pixels: int | None = option(None, "most pixels of a scaled image (Qwen-VL)", ge=1)
     # Pillow treats more than at_most as an attack
     pixel_limit: int = free_option(
-        50_000_000, "most pixels of an image", at_least=1, at_most=178_000_000, shapes_answers=False
+        50_000_000, "most pixels of an image", ge=1, le=178_000_000, shapes_answers=False
     )
-    max_count: int | None = free_option(
-        None, "most images of a sample; default: no limit", at_least=1, shapes_answers=False
-    )
+    max_count: int | None = free_option(None, "most images of a sample", ge=1, shapes_answers=False)
 
     def tiling(self) -> dict[str, int | None]:
         """Return the tiling settings of the processor; None keeps its own."""
@@ -89,17 +82,6 @@ class ImageOptions(Options):
     images: ImageSettings = mapping(ImageSettings)
 
 
-def check_images(run: ImageOptions) -> None:
-    """Refuse limits that exclude each other."""
-    for least, most in (("min_tiles", "max_tiles"), ("min_pixels", "max_pixels")):
-        low, high = getattr(run.images, least), getattr(run.images, most)
-        if low is not None and high is not None and low > high:
-            raise OptionError(
-                f"--images.{least} {low} is more than --images.{most} {high}. Exchange them, or "
-                "drop one."
-            )
-
-
 class CorpusRunOptions(Options):
     """Corpus"""
 
@@ -109,9 +91,7 @@ class CorpusRunOptions(Options):
         excludes=("--mixture-weights",),
         to="dataset?",
     )
-    mixture_weights: list[float] | None = option(
-        None, "share of each type in the drawn rows, such as 0.7,0.3", to="dataset?"
-    )
+    mixture_weights: list[float] | None = option(None, "share of each type, 0.7,0.3", to="dataset?")
     drop_mode: str | None = option(
         None,
         "end of an epoch, and its last batch: first_ends_drop (0, the default), first_ends_fill "
@@ -120,22 +100,19 @@ class CorpusRunOptions(Options):
     )
 
 
+_fewshot = functools.partial(option, needs=("--num-fewshot 2",))
+
+
 class FewshotSettings(Options):
     """Examples in the prompt"""
 
-    split: Literal["train", "test"] = option(
-        "train", "split of the examples; a sample is never its own", needs=("--num-fewshot 2",)
-    )
-    seed: int = option(0, "seed of the draw", at_least=0, needs=("--num-fewshot 2",))
-    per_sample: bool = option(
-        False, "draw examples for each sample, not once for all", needs=("--num-fewshot 2",)
-    )
+    split: Literal["train", "test"] = _fewshot("train", "split of the examples, never the sample")
+    seed: int = _fewshot(0, "seed of the draw", ge=0)
+    per_sample: bool = _fewshot(False, "draw examples for each sample, not once for all")
 
 
 class BootstrapSettings(Options):
     """Bootstrap intervals of the report"""
 
-    resamples: int = side_option(
-        10_000, "bootstrap draws per interval (0 = off)", at_least=0, at_most=1_000_000
-    )
-    seed: int = side_option(0, "seed of the draws", at_least=0)
+    resamples: int = side_option(10_000, "draws per interval (0 = off)", ge=0, le=1_000_000)
+    seed: int = side_option(0, "seed of the draws", ge=0)

@@ -19,9 +19,7 @@ class ExportConfig(Options):
     adapter_weights: list[float] | None = option(
         None, "weight of each adapter; default: 1", needs=("--adapter-path FOLDER",)
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "dtype of the weights (auto = unchanged)"
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "dtype (auto = kept)")
     max_shard_size: str = option("5GB", "largest weight file, such as 5GB")
     overwrite: bool = option(False, "replace a model folder at --output-path")
     trust_remote_code: bool = option(False, "run and copy the Python code of the model folder")

@@ -42,8 +42,8 @@ def option(
     default: Any,
     help_text: str,
     *,
-    at_least: float | None = None,
-    at_most: float | None = None,
+    ge: float | None = None,
+    le: float | None = None,
     is_path: bool = False,
     is_pattern: bool = False,
     takes_name: bool = False,
@@ -58,13 +58,12 @@ def option(
     resume: Literal["course", "steps", "length", "free"] = "course",
     shapes_answers: bool = True,
 ) -> Any:
-    """Declare a field of an options class: default, help text, and what holds for it.
+    """Declare a field of an options class.
 
     Args:
-        is_path: a file or folder that has to exist, or several.
-        is_pattern: of a path: *, ? and [ make a pattern, and it may be the prefix of a corpus.
-        takes_name: of a path: a name on a hub, `owner/name[@revision]`, will do.
-        is_named: of several paths: each may be NAME=PATH.
+        ge, le: the least and the largest value.
+        is_path: one or several files or folders that exist; also a pattern or the prefix of a
+            corpus (`is_pattern`), a name on a hub (`takes_name`), NAME=PATH (`is_named`).
         is_output: a folder that the run makes.
         is_needed: a value has to be given.
         is_saved: the saved config has it.
@@ -73,17 +72,13 @@ def option(
             "--quantization nf4"; another one is an example. {part} is as in `argument`.
         excludes: options, as they are typed, with a value or any, that cannot be given as well.
         to: registers whose components get it; with a ? behind, only if it is not the default.
-        argument: the name that components get it by; {part} is the mapping that `{name}` is in, as
-            in "{part}_lora_rank" of `parts.vit.lora_rank`.
+        argument: the name that components get it by; {part} is the mapping that `{name}` is in.
         resume: whether a resumed run may have another value: course: no; steps: no, but the start
-            model's scores do not depend on it; length: where the learning rates of the steps done
-            stay; free: yes.
+            model's scores do not depend on it; length: where past learning rates stay; free: yes.
         shapes_answers: an evaluation with another value gives other answers.
     """
-    facts = {
-        name: value for name, value in locals().items() if name not in ("default", "help_text")
-    }
-    return field(default=default, metadata={"help": help_text, **facts})
+    facts = {name: value for name, value in locals().items() if name != "default"}
+    return field(default=default, metadata={"help": facts.pop("help_text"), **facts})
 
 
 # a resumed run may have another value
@@ -134,9 +129,16 @@ def argument_name(item: dataclasses.Field) -> str:
 
 def given_options(config: Any, *, of: type | None = None) -> dict[str, Any]:
     """Return the options, all or those `of` a class, with another value than their default."""
-    found = {name: value_of(config, name) for name in option_fields(of or config)}
     fields = option_fields(config)
+    found = {name: value_of(config, name) for name in option_fields(of or config)}
     return {name: value for name, value in found.items() if value != fields[name].default}
+
+
+def refuse(problems: Mapping[str, object]) -> None:
+    """Raise the first of these errors whose condition holds."""
+    for text, is_there in problems.items():
+        if is_there:
+            raise OptionError(text)
 
 
 def handed_to(register: str, config: Any) -> dict[str, Any]:
@@ -188,10 +190,7 @@ def check_needed(run: Any) -> None:
         if item.metadata["is_needed"] and getattr(run, name) in (None, [])
     ]
     if missing:
-        raise OptionError(
-            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing. Give it on "
-            "the command line or in --config."
-        )
+        raise OptionError(f"{' and '.join(missing)} are missing. Add them, also in --config.")
 
 
 def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]]]:
@@ -282,17 +281,13 @@ def check_limits(config: Any) -> None:
             is_pattern = any(sign in path for sign in "*?[") or Path(f"{path}.idx").exists()
             if Path(path).exists() or (facts["is_pattern"] and is_pattern) or _is_name(item, path):
                 continue
-            hint = ""
-            if facts["takes_name"] and _HUB_NAME.fullmatch(path) and not _FILE.fullmatch(path):
-                owner = path.partition("/")[0]
-                hint = f" The folder {owner} is here, so it is a path; {_HUB}{path} is the name."
             raise OptionError(
                 f"{spelled(name)} {path}: there is no such file or folder. Correct it; it is "
-                f"relative to the directory you are in ({Path.cwd()}).{hint}"
+                f"relative to the directory you are in ({Path.cwd()})."
             )
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
-        least, most = facts["at_least"], facts["at_most"]
+        least, most = facts["ge"], facts["le"]
         low, high = (-math.inf if least is None else least), (math.inf if most is None else most)
         if not (math.isfinite(value) and low <= value <= high):
             wanted = [f"at least {least:.15g}"] if least is not None else ["a finite number"]

@@ -22,15 +22,11 @@ _lora_option = functools.partial(option, to="train_model", argument="lora_{name}
 class LoRASettings(Options):
     """LoRA of all parts"""
 
-    rank: int = _lora_option(8, "LoRA rank", at_least=1)
-    alpha: float = _lora_option(16.0, "LoRA alpha (scale alpha / rank)", at_least=0)
-    dropout: float = _lora_option(0.0, "dropout on the input of an adapter", at_least=0, at_most=1)
-    target: list[str] | None = _lora_option(
-        None, "linear layers with LoRA by last name, such as q_proj,v_proj; default: all"
-    )
-    exclude: list[str] | None = _kind_option(
-        None, "layers without LoRA, by last name", argument="lora_{name}"
-    )
+    rank: int = _lora_option(8, "LoRA rank", ge=1)
+    alpha: float = _lora_option(16.0, "LoRA alpha (scale alpha / rank)", ge=0)
+    dropout: float = _lora_option(0.0, "dropout on the input of an adapter", ge=0, le=1)
+    target: list[str] | None = _lora_option(None, "layers with LoRA: q_proj,v_proj; default: all")
+    exclude: list[str] | None = _kind_option(None, "layers without LoRA", argument="lora_{name}")
     init: str = _kind_option("default", f"start of an adapter: {STARTS}", argument="lora_{name}")
     use_rslora: bool = _kind_option(False, "scale by alpha / sqrt(rank) (rsLoRA)")
     use_dora: bool = _kind_option(False, "also train a magnitude per output (DoRA)")
@@ -93,30 +89,22 @@ class LayerFreezing(Options):
         "number of trained layers: n = the last n, -n = the first n",
         excludes=("--parts.llm.frozen", "--llm-lora-num", "--parts.lm_head.frozen"),
     )
-    modules: list[str] | None = _freeze_option(
-        None, "trained modules of those layers, such as mlp,self_attn; default: all"
-    )
-    extra: list[str] | None = _freeze_option(
-        None, "trained modules outside the layers, such as norm,embed_tokens,lm_head"
-    )
+    modules: list[str] | None = _freeze_option(None, "trained modules there, mlp; default: all")
+    extra: list[str] | None = _freeze_option(None, "trained modules outside, such as norm,lm_head")
     llama_pro: bool = _freeze_option(False, "train the layers that tools/expand_blocks.py added")
 
 
 class VocabularySettings(Options):
     """Vocabulary"""
 
-    new_tokens: list[str] | None = option(
-        None, "tokens to add, such as <left>,<right>; @FILE = a file with one per line"
-    )
+    new_tokens: list[str] | None = option(None, "tokens to add: <left>,<right>; @FILE = its lines")
     train_new: bool = option(
         False,
         "train only the new-token rows of embedding and LM head",
         needs=("--vocab.new_tokens <left>,<right> or --vocab.resize",),
     )
     resize: bool = option(False, "add rows to embedding and LM head for tokens without one")
-    multiple: int = option(
-        64, "rows are rounded up to a multiple of this", at_least=1, needs=("--vocab.resize",)
-    )
+    multiple: int = option(64, "rows are a multiple of this", ge=1, needs=("--vocab.resize",))
 
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -153,23 +141,11 @@ def method_arguments(run: Any) -> dict[str, dict[str, Any]]:
     return {"methods": given} if given else {}
 
 
-def check_methods(run: Any) -> None:
-    """Refuse numbers of layers without a meaning."""
-    layers = run.freeze.layers
-    if layers is not None and (layers == 0 or (layers < 0 and run.freeze.llama_pro)):
-        raise OptionError(
-            f"--freeze.layers {layers} names no layers{' of --freeze.llama_pro' if layers else ''}."
-            " Give n for the last or the added ones, -n for the first, or --parts.llm.frozen."
-        )
-
-
 class HeadTraining(Options):
     """LM head"""
 
     frozen: bool = option(False, "freeze this part", to="train_model", argument="frozen_{part}")
-    lr: float | None = option(
-        None, "learning rate of this part; default: --learning-rate", at_least=0, resume="steps"
-    )
+    lr: float | None = option(None, "learning rate; default: --learning-rate", ge=0, resume="steps")
 
 
 _part = functools.partial(
@@ -180,11 +156,9 @@ _part = functools.partial(
 class PartTraining(HeadTraining):
     """Part of the model"""
 
-    lora_rank: int | None = _part("LoRA rank; default: --lora.rank", at_least=1)
-    lora_alpha: float | None = _part("LoRA alpha; default: --lora.alpha", at_least=0)
-    lora_target: list[str] | None = _part(
-        "linear layers with LoRA by last name, all = every one; default: --lora.target"
-    )
+    lora_rank: int | None = _part("LoRA rank; default: --lora.rank", ge=1)
+    lora_alpha: float | None = _part("LoRA alpha; default: --lora.alpha", ge=0)
+    lora_target: list[str] | None = _part("layers with LoRA, all = every; default: --lora.target")
 
 
 class PartsTraining(Options):
@@ -214,12 +188,7 @@ class TrainedOptions(Options):
         needs=("--adapter-path FOLDER", ANY_LORA),
         to="train_model?",
     )
-    neftune_alpha: float = option(
-        0.0,
-        "noise on token embeddings (NEFTune; usually 5, 0 = off)",
-        at_least=0,
-        to="train_model?",
-    )
+    neftune_alpha: float = option(0.0, "NEFTune noise (often 5, 0 = off)", ge=0, to="train_model?")
     rope_scaling: Literal["linear", "dynamic", "yarn", "llama3"] | None = option(
         None, "RoPE scaling beyond the model's positions"
     )
@@ -233,14 +202,10 @@ class TrainedOptions(Options):
     quantization_compute: Literal["fp32", "bf16", "fp16"] | None = option(
         None, "compute dtype of nf4 layers; default: the run's", needs=("--quantization nf4",)
     )
-    double_quantization: bool = option(
-        False, "quantize the scales of nf4, too, to 8 bits", needs=("--quantization nf4",)
-    )
-    vit_lora_num: int = option(0, "LoRA adapters of the vision tower", at_least=0, to="train_model")
-    mlp_lora_num: int = option(0, "LoRA adapters of the projector", at_least=0, to="train_model")
-    llm_lora_num: int = option(
-        0, "LoRA adapters of the language model", at_least=0, to="train_model"
-    )
+    double_quantization: bool = option(False, "8-bit scales of nf4", needs=("--quantization nf4",))
+    vit_lora_num: int = option(0, "LoRA adapters of the vision tower", ge=0, to="train_model")
+    mlp_lora_num: int = option(0, "LoRA adapters of the projector", ge=0, to="train_model")
+    llm_lora_num: int = option(0, "LoRA adapters of the language model", ge=0, to="train_model")
     parts: PartsTraining = mapping(PartsTraining)
     lora: LoRASettings = mapping(LoRASettings)
     freeze: LayerFreezing = mapping(LayerFreezing)
@@ -283,24 +248,19 @@ def read_tokens(given: list[str]) -> list[str]:
     """Return the tokens of --vocab.new_tokens, with the lines of a file in the place of @FILE."""
     tokens: list[str] = []
     for entry in given:
-        if not entry.startswith("@"):
-            tokens.append(entry)
-            continue
-        try:
-            lines = Path(entry[1:]).expanduser().read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(
-                f"--vocab.new_tokens {entry} can't be read ({error}). Give a file with one token a "
-                "line."
-            ) from error
+        lines = [entry]
+        if entry.startswith("@"):
+            try:
+                lines = Path(entry[1:]).expanduser().read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise OptionError(
+                    f"--vocab.new_tokens {entry} can't be read ({error}). Give a file with one "
+                    "token a line."
+                ) from error
         tokens += [line.strip() for line in lines if line.strip()]
     for token in tokens or [""]:
-        is_twice = tokens.count(token) > 1
-        if is_twice or not token or token != token.strip() or token.startswith("@"):
-            problem = "twice" if is_twice else "empty, has white space around it, or begins with @"
-            raise OptionError(
-                f"--vocab.new_tokens: {token!r} is {problem}. Correct it; each becomes one token."
-            )
+        if not token or tokens.count(token) > 1:
+            raise OptionError(f"--vocab.new_tokens: {token!r} is empty or twice. Correct it.")
     return tokens
 
 
@@ -310,7 +270,7 @@ class VisionOptions(Options):
     vision_stages: int = free_option(
         0,
         "number of first stages for the vision tower only (0 = the tower is on stage 0)",
-        at_least=0,
+        ge=0,
         excludes=("--visual-gpu-ratio", "--plan"),
         to="train_model?",
     )

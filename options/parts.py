@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import Parameter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,9 @@ from options.command_line import program_name
 from options.fields import argument_name, option_fields
 from options.train import RunConfig
 from register import ALL_REGISTERS, ROOT, Facts, Register
+
+# types whose values can be written on a command line or in a YAML file
+_PLAIN = (int, float, str, bool, type(None), Path, Any, list, tuple, dict, set, Parameter.empty)
 
 
 @functools.cache
@@ -68,12 +72,9 @@ def chosen_part(register: str, key: str, kwargs: Mapping[str, Any] = {}) -> Chos
 def add_part_options(
     parser: Any, register: Register, key: str, *, listed: frozenset[str] = frozenset()
 ) -> None:
-    """Add the options of one part to a jsonargparse parser, as a group of their own.
-
-    Where a register takes several keys, each has a group, and its options have the key before them.
+    """Add the options of a part to a jsonargparse parser; those of one of several have its key.
 
     Args:
-        parser: a `jsonargparse.ArgumentParser`.
         listed: names that the run supplies, but that are options here all the same.
     """
     for one in key.split(",") if register.takes_several else [key]:
@@ -83,7 +84,7 @@ def add_part_options(
         if register.takes_several:
             prefix += f".{one}"
         target, method, bound = _target(part)
-        functions = _functions(target, method)
+        items = [item for function in _functions(target, method) for item in _parameters(function)]
         # supplied by the run: positional arguments, what it hands over or counts, no plain values
         positional = [
             item.name
@@ -92,16 +93,11 @@ def add_part_options(
             and item.name not in bound
         ]
         num_positional, handed = register.handed
-        supplied = {*positional[:num_positional], *handed, *_handed_options(register.name)}
-        supplied.update(getattr(register.entry(one).facts, "counts", ()))
-        for function in functions:
-            hints = _hints(function)
-            for item in _parameters(function):
-                if not _is_plain(hints.get(item.name, item.annotation)):
-                    supplied.add(item.name)
-        skipped = (supplied | set(bound)) - listed
-        names = {item.name for function in functions for item in _parameters(function)}
-        if not names - skipped:
+        skipped = {*positional[:num_positional], *handed, *_handed_options(register.name), *bound}
+        skipped.update(getattr(register.entry(one).facts, "counts", ()))
+        skipped.update(item.name for item in items if not _is_plain(item.annotation))
+        skipped -= listed
+        if not {item.name for item in items} - skipped:
             continue
         group = parser.add_argument_group(f"{register.option} {one}", register.summary(one))
         adding: dict[str, Any] = {"as_group": False, "skip": skipped, "fail_untyped": False}
@@ -138,11 +134,22 @@ def _target(part: Any) -> tuple[Any, str | None, dict[str, Any]]:
     return part, "__call__" if is_object else None, bound
 
 
-def _parameters(function: Callable) -> list[inspect.Parameter]:
+def _parameters(function: Callable) -> list[Parameter]:
+    """Return the arguments; one with the text of a type that is not imported has type `object`."""
     try:
-        return list(inspect.signature(function).parameters.values())
+        found = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # built-in functions have no signature to read
         return []
+    known = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__globals__", {})
+    for place, item in enumerate(found):
+        if isinstance(item.annotation, str):
+            alone = types.SimpleNamespace(__annotations__={"it": item.annotation})
+            try:
+                hint = typing.get_type_hints(alone, known)["it"]
+            except (NameError, TypeError, AttributeError):
+                hint = object
+            found[place] = item.replace(annotation=hint)
+    return found
 
 
 def _functions(target: Any, method: str | None) -> list[Callable]:
@@ -154,36 +161,18 @@ def _functions(target: Any, method: str | None) -> list[Callable]:
     return [vars(base)["__init__"] for base in bases if "__init__" in vars(base)]
 
 
-def _hints(function: Callable) -> dict[str, Any]:
-    """Return argument -> type; `object` for the text of an annotation with a name not imported."""
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    found = dict(getattr(function, "__annotations__", {}))
-    for name, hint in found.items():
-        alone = types.SimpleNamespace(__annotations__={name: hint})
-        try:
-            found[name] = typing.get_type_hints(alone, getattr(function, "__globals__", {}))[name]
-        except (NameError, TypeError, AttributeError):
-            found[name] = object if isinstance(hint, str) else hint
-    return found
-
-
 def _is_plain(hint: Any) -> bool:
-    """Return whether values of this type can be written on a command line or in a YAML file."""
-    if hint in (int, float, str, bool, type(None), Path, Any, inspect.Parameter.empty):
+    """Return whether a type, and the types in it, are plain."""
+    if hint in _PLAIN or typing.get_origin(hint) is Literal:
         return True
-    if hint in (list, tuple, dict, set):
-        return True
-    origin = typing.get_origin(hint)
-    if origin is Literal:
-        return True
-    if origin in (typing.Union, types.UnionType, list, tuple, dict, set):
+    if typing.get_origin(hint) in (typing.Union, types.UnionType, list, tuple, dict, set):
         return all(_is_plain(item) for item in typing.get_args(hint) if item is not Ellipsis)
     return False
 
 
-def _home(register: Register, key: str) -> str:
-    """Return `file:line` of a component, relative to the repository if inside."""
-    return register.home(key).removeprefix(f"{ROOT}/")
+def _described(register: Register, key: str) -> str:
+    """Return the first docstring line of a component and its `file:line`."""
+    return f"{register.summary(key)} [{register.home(key).removeprefix(f'{ROOT}/')}]"
 
 
 def list_parts() -> str:
@@ -192,8 +181,7 @@ def list_parts() -> str:
     for name, register in ALL_REGISTERS.items():
         lines.append(f"{name} ({register.option}): {register.holds}")
         width = max((len(key) for key in register), default=0)
-        for key in sorted(register):
-            lines.append(f"  {key:<{width}}  {register.summary(key)}  [{_home(register, key)}]")
+        lines += [f"  {key:<{width}}  {_described(register, key)}" for key in sorted(register)]
         lines.append("")
     return "\n".join(lines)
 
@@ -214,12 +202,10 @@ def help_text(
     """Return the output of `--help`.
 
     Args:
-        keys: the registers of this program, with their default keys.
         chosen: register -> key, where one is known.
-        action: the word behind the program's name.
         num_left: options that the parser does not know, since most people do not need them.
     """
-    program = " ".join([program_name(), *([action] if action else [])])
+    program = f"{program_name()} {action}".rstrip()
     lines = [f"usage: {program} {'--KEY-OPTION KEY ... ' if keys else ''}[options]", ""]
     if keys:
         lines.append("Parts, chosen by key (--help after choosing keys lists their own options):")
@@ -227,7 +213,7 @@ def help_text(
         register = ALL_REGISTERS[name]
         shown = f"{register.option} {chosen.get(name, 'KEY')}"
         for key in chosen[name].split(",") if name in chosen else ():
-            lines.append(f"  {shown:<32} {register.summary(key)} [{_home(register, key)}]")
+            lines.append(f"  {shown:<32} {_described(register, key)}")
         if name not in chosen:
             lines.append(f"  {shown:<32} {register.holds}")
             lines.append(f"  {'':<32} one of: {', '.join(sorted(register)) or '(none)'}")

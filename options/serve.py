@@ -15,26 +15,18 @@ KEY = re.compile("[!-~]{8,}")
 class HttpSettings(Options):
     """Connections"""
 
-    ssl_certfile: str | None = option(
-        None, "certificate with its chain (PEM), for https", is_path=True
-    )
+    ssl_certfile: str | None = option(None, "certificate chain (PEM), for https", is_path=True)
     ssl_keyfile: str | None = option(
         None,
         "private key (PEM); default: in the certificate file",
         is_path=True,
         needs=("--http.ssl_certfile FILE",),
     )
-    max_connections: int = option(512, "most open connections; more get status 503", at_least=1)
-    keep_alive_timeout: float = option(
-        5.0, "timeout of an idle connection, in seconds", at_least=0.01
-    )
-    read_timeout: float = option(60.0, "timeout of a request body, in seconds", at_least=0.1)
-    shutdown_seconds: float = option(
-        30.0, "timeout of open requests after a signal, in seconds", at_least=0
-    )
-    cors_origins: list[str] | None = option(
-        None, "allowed CORS origins, such as https://page.example; default: none"
-    )
+    max_connections: int = option(512, "most open connections; more get status 503", ge=1)
+    keep_alive_timeout: float = option(5.0, "timeout of an idle connection, in seconds", ge=0.01)
+    read_timeout: float = option(60.0, "timeout of a request body, in seconds", ge=0.1)
+    shutdown_seconds: float = option(30.0, "timeout of requests after a signal, in seconds", ge=0)
+    cors_origins: list[str] | None = option(None, "allowed CORS origins, such as https://a.example")
     api_key_file: str | None = option(None, "file of API keys, one per line", is_path=True)
 
 
@@ -55,34 +47,26 @@ def check_certificate(run: "ServeConfig") -> None:
 class RequestLimits(Options):
     """Limits of requests"""
 
-    max_queue: int = option(256, "most waiting answers; more get status 429", at_least=0)
-    max_body_mib: float = option(
-        20.0, "largest request body with its pictures, in MiB", at_least=0.001, at_most=4096
-    )
-    max_tokens: int = option(8192, "max length of an answer, in tokens", at_least=1)
-    max_n: int = option(8, "most answers per request", at_least=1, at_most=128)
-    max_echo_tokens: int = option(
-        8192, "max length of a prompt with log-probabilities, in tokens", at_least=1
-    )
-    max_images: int = option(8, "most pictures per request", at_least=0)
-    request_timeout: float = option(600.0, "timeout of a request, in seconds", at_least=0.1)
+    max_queue: int = option(256, "most waiting answers; more get status 429", ge=0)
+    max_body_mib: float = option(20.0, "largest request with pictures, in MiB", ge=0.001, le=4096)
+    max_tokens: int = option(8192, "max length of an answer, in tokens", ge=1)
+    max_n: int = option(8, "most answers per request", ge=1, le=128)
+    max_echo_tokens: int = option(8192, "longest prompt with log-probabilities, in tokens", ge=1)
+    max_images: int = option(8, "most pictures per request", ge=0)
+    request_timeout: float = option(600.0, "timeout of a request, in seconds", ge=0.1)
 
 
 class ServeConfig(ImageOptions, DecodeOptions, ModelOptions):
     """Server"""
 
     host: str = option("127.0.0.1", "address to listen on (0.0.0.0 = all interfaces)")
-    port: int = option(8000, "port to listen on (0 = a free one)", at_least=0, at_most=65535)
-    served_model_name: str | None = option(
-        None, "model name in the API; default: the name of the model's folder"
-    )
+    port: int = option(8000, "port to listen on (0 = a free one)", ge=0, le=65535)
+    served_model_name: str | None = option(None, "model name in the API; default: the folder's")
     api_key_env: str | None = option(None, "environment variable with an API key")
     http: HttpSettings = mapping(HttpSettings)
     limits: RequestLimits = mapping(RequestLimits)
-    max_new_tokens: int = option(512, "default max length of a chat answer, in tokens", at_least=1)
-    temperature: float = option(
-        1.0, "default sampling temperature (0 = greedy)", at_least=0, at_most=2
-    )
+    max_new_tokens: int = option(512, "default max length of a chat answer, in tokens", ge=1)
+    temperature: float = option(1.0, "default sampling temperature (0 = greedy)", ge=0, le=2)
     adapter_path: list[str] | None = option(
         None,
         "LoRA adapters in peft's format: folders or hub names, merged in order; NAME=FOLDER for "

@@ -5,6 +5,7 @@ Options of a component are in its signature.
 
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -13,30 +14,106 @@ from options.fields import (
     OptionError,
     Options,
     free_option,
+    given_options,
     mapping,
     option,
     option_fields,
+    refuse,
     replaced,
     spelled,
 )
-from options.memory import MemoryOptions, StreamingOptions
 from options.model import TrainedOptions, VisionOptions, check_counts, read_tokens
-from options.rollouts import RolloutOptions
 
 PROVE_HELP = (
     "split check on a scaled-down copy: auto = unless its result is stored for this model, "
     "these versions and options"
 )
-_rate = functools.partial(option, at_least=0, to="lr_scheduler", resume="steps")
+_rate = functools.partial(option, ge=0, to="lr_scheduler", resume="steps")
+_length = functools.partial(option, resume="length")
+
+
+_stage_option = functools.partial(free_option, to="train_model")
+_recompute_option = functools.partial(
+    _stage_option, needs=("--gradient-checkpointing",), argument="checkpoint_{name}"
+)
+
+
+class RecomputeSettings(Options):
+    """Activation checkpointing"""
+
+    every: int = _recompute_option(1, "recompute every n-th layer of the model", ge=1)
+    mode: Literal["full", "operators"] = _recompute_option(
+        "full", "full = recompute all, operators = keep outputs of matrix products and attention"
+    )
+
+
+class MemoryOptions(Options):
+    """Memory and attention"""
+
+    gradient_checkpointing: bool = _stage_option(False, "recompute activations in the backward")
+    recompute: RecomputeSettings = mapping(RecomputeSettings)
+    offload_activations: bool = _stage_option(False, "keep activations in pinned host memory")
+    logits_chunk: int = _stage_option(0, "tokens per chunk of logits and loss (0 = all)", ge=0)
+    compile_layers: bool = _stage_option(
+        False, "compile each layer with torch.compile", excludes=("--recompute.mode operators",)
+    )
+    attention: Literal["auto", "eager", "sdpa", "flex", "flash"] = option(
+        "auto",
+        "attention kernel: auto = the model's, flex = FlexAttention (CUDA or XPU), flash = "
+        "flash-attn (CUDA, with --bf16 or --fp16)",
+    )
+
+
+class StreamingSettings(Options):
+    """Memory of --engine streaming"""
+
+    budget: float | None = free_option(
+        None, "GiB of each device for weights and gradients; default: half of the free", ge=0
+    )
+    stages: int = free_option(0, "stages on a device at a time (0 = as the budget allows)", ge=0)
+
+
+class StreamingOptions(Options):
+    """Streaming (--engine streaming)"""
+
+    streaming: StreamingSettings = mapping(StreamingSettings)
+    recompute_grain: Literal["stage", "layer"] = free_option(
+        "stage", "unit of recomputation: stage = all stages on a device, layer = a layer at a time"
+    )
+    stale_step: bool = option(False, "run the optimizer during the next step (one step stale)")
+    pin_model: Literal["alloc", "register", "off"] = free_option(
+        "alloc", "pinning of host weights: alloc = a pinned copy, register = in place, off = none"
+    )
+
+
+class RolloutOptions(Options):
+    """Rollouts: answers with rewards"""
+
+    reward_weights: list[float] | None = option(None, "weight of each reward, 1,0.2; default: 1")
+    reward_timeout: float = option(120.0, "timeout of a step's rewards, seconds (0 = none)", ge=0)
+    advantage: Literal["group", "group_no_std", "batch", "rloo"] = option(
+        "group",
+        "normalization of rewards: group = mean and deviation of the group, group_no_std = only "
+        "the mean, batch = mean of the group and deviation of the batch, rloo = mean of the others",
+    )
+    group_size: int = option(8, "answers per prompt (--batch-size counts answers)", ge=2)
+    inner_steps: int = option(1, "optimizer steps on the same answers", ge=1)
+    kl_beta: float = option(0.0, "weight of the KL divergence (0 = off)", ge=0, to="loss_fn")
+    sampling_temperature: float = option(1.0, "temperature, of the loss too", ge=0.01, to="loss_fn")
+    max_completion_length: int = option(512, "max answer, in tokens", ge=1, to="loss_fn collate_fn")
+    stop_strings: list[str] | None = option(None, "strings that end an answer")
+    mask_truncated_completions: bool = option(False, "leave truncated answers out of the loss")
+    drop_equal_groups: bool = option(False, "leave groups with equal rewards out of the loss")
+    prompts_together: int = option(8, "prompts that are answered together (changes rounding)", ge=1)
+    ahead: int = option(0, "steps that answers are sampled ahead (0 or 1)", ge=0, le=1)
+    keep_samples: int = free_option(1, "steps between entries in samples.jsonl (0 = none)", ge=0)
 
 
 class BadStepSettings(Options):
     """Loss spikes and non-finite gradients"""
 
-    max_skipped: int = free_option(20, "skipped steps in a row that end the run", at_least=1)
-    spike_sigma: float = option(
-        0.0, "loss spike, in standard deviations above the last 64 losses (0 = off)", at_least=0
-    )
+    max_skipped: int = free_option(20, "skipped steps in a row that end the run", ge=1)
+    spike_sigma: float = option(0.0, "loss spike, in sigmas of the last 64 losses (0 = off)", ge=0)
     spike_action: Literal["warn", "skip"] = option(
         "warn", "action on a loss spike", needs=("--bad-steps.spike_sigma 6",)
     )
@@ -48,35 +125,29 @@ class StopSettings(Options):
     patience: int = free_option(
         0,
         "evaluations in a row without improvement after which the run ends (0 = off)",
-        at_least=0,
+        ge=0,
         needs=("--eval-steps 100",),
         excludes=("--eval-samples 0",),
     )
     metric: str = free_option("loss", "held-out metric that must improve, by its name in the log")
-    delta: float = free_option(0.0, "smallest change that counts as an improvement", at_least=0)
+    delta: float = free_option(0.0, "smallest change that counts as an improvement", ge=0)
 
 
 class CheckpointOptions(Options):
     """Logging, checkpoints and faults"""
 
-    hang_timeout: float = free_option(
-        600.0, "watchdog timeout of a pass, compile or save, in seconds (0 = none)", at_least=0
+    hang_timeout: float = free_option(600.0, "watchdog timeout, in seconds (0 = none)", ge=0)
+    stop_deadline: float = free_option(120.0, "seconds to end after a signal (0 = no limit)", ge=0)
+    log_steps: int = free_option(
+        1, "optimizer steps between lines of log.jsonl (a run prints about 50 lines)", ge=1
     )
-    stop_deadline: float = free_option(
-        120.0, "timeout of the last step and save after a signal, in seconds (0 = none)", at_least=0
-    )
-    log_steps: int = free_option(1, "optimizer steps between log lines", at_least=1)
     eval_steps: Literal["epoch"] | int = free_option(
-        0, "optimizer steps between evaluations, or epoch (0 = only at the end)", at_least=0
+        0, "optimizer steps between evaluations, or epoch (0 = only at the end)", ge=0
     )
-    eval_samples: Literal["all"] | int = free_option(
-        "all", "held-out samples per evaluation, spread evenly (0 = none)", at_least=0
-    )
-    timeline_step: int = free_option(
-        3, "optimizer step that timeline.png shows (0 = none)", at_least=0
-    )
+    eval_samples: Literal["all"] | int = free_option("all", "held-out samples (0 = none)", ge=0)
+    timeline_step: int = free_option(3, "optimizer step that timeline.png shows (0 = none)", ge=0)
     save_steps: Literal["epoch"] | int = free_option(
-        0, "optimizer steps between checkpoints, or epoch (0 = only at the end)", at_least=0
+        0, "optimizer steps between checkpoints, or epoch (0 = only at the end)", ge=0
     )
     save_best: str = free_option(
         "none",
@@ -84,18 +155,10 @@ class CheckpointOptions(Options):
         "another of the log",
         excludes=("--eval-samples 0",),
     )
-    keep_last: int = free_option(
-        0, "newest checkpoints to keep, and the best (0 = all)", at_least=0
-    )
-    sync_save: bool = free_option(
-        False, "write checkpoints synchronously, without a copy in host memory"
-    )
-    resume: str | None = free_option(
-        None, "checkpoint to resume from, auto = the newest in --output-dir", is_saved=False
-    )
-    allow_changes: bool = free_option(
-        False, "resume with other settings that change the course of training", is_saved=False
-    )
+    keep_last: int = free_option(0, "newest checkpoints to keep, and the best (0 = all)", ge=0)
+    sync_save: bool = free_option(False, "write checkpoints synchronously, with no copy in memory")
+    resume: str | None = free_option(None, "checkpoint; auto = the newest", is_saved=False)
+    allow_changes: bool = free_option(False, "resume despite changed settings", is_saved=False)
 
 
 # keys that a resumed run may change; options have this in their declaration
@@ -125,12 +188,8 @@ class MachineOptions(Options):
     )
     bf16: bool = option(False, "compute in bfloat16", excludes=("--fp16",))
     fp16: bool = option(False, "compute in float16")
-    dtype: Literal["auto"] | None = option(
-        None, "auto = the dtype in config.json, else that of --bf16 or --fp16"
-    )
-    trust_remote_code: bool = free_option(
-        False, "run the Python code of the model folder", to="train_model builder"
-    )
+    dtype: Literal["auto"] | None = option(None, "auto = as config.json; else --bf16 or --fp16")
+    trust_remote_code: bool = free_option(False, "run the model's code", to="train_model builder")
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
@@ -142,10 +201,7 @@ class SharedOptions(MachineOptions):
     """Files, seed and loading"""
 
     model_path: str | None = free_option(
-        None,
-        "model folder or hub name (owner/name[@revision]); default: random weights",
-        is_path=True,
-        takes_name=True,
+        None, "model folder or hub name; default: random weights", is_path=True, takes_name=True
     )
     dataset_path: str | None = free_option(
         None,
@@ -155,58 +211,32 @@ class SharedOptions(MachineOptions):
         takes_name=True,
     )
     output_dir: str = free_option(
-        "runs/train",
-        "folder of config, log, plots and checkpoints",
-        is_output=True,
-        shapes_answers=False,
+        "runs/train", "folder of log, plots and checkpoints", is_output=True, shapes_answers=False
     )
-    seed: int = option(
-        0, "seed of start, order and dropout", at_least=0, at_most=10**12, to="train_model model"
-    )
+    seed: int = option(0, "seed of start, order, dropout", ge=0, le=10**12, to="train_model model")
     visual_gpu_ratio: float = free_option(
         0.0,
         "share of the first device for the vision tower (1 or more = all of it)",
-        at_least=0,
+        ge=0,
         to="train_model builder",
         shapes_answers=False,
     )
-    num_workers: int = free_option(0, "data loading processes per rank", at_least=0)
+    num_workers: int = free_option(0, "data loading processes per rank", ge=0)
     check_only: bool = option(False, "check all options and files, then stop", is_saved=False)
 
 
 class OptimizerOptions(Options):
     """Optimization"""
 
-    learning_rate: float = option(
-        1e-4, "peak learning rate", at_least=0, to="optimizer lr_scheduler", resume="steps"
-    )
+    learning_rate: float = _rate(1e-4, "peak learning rate", to="optimizer lr_scheduler")
     min_lr: float = _rate(0.0, "learning rate at the last step")
-    warmup_steps: int = option(
-        0, "warm-up, in optimizer steps", at_least=0, to="lr_scheduler", resume="length"
-    )
-    warmup_ratio: float | None = option(
-        None,
-        "warm-up as a share of all steps, in place of --warmup-steps",
-        at_least=0,
-        at_most=1,
-        resume="length",
-    )
+    warmup_steps: int = _length(0, "warm-up, in optimizer steps", ge=0, to="lr_scheduler")
+    warmup_ratio: float | None = _length(None, "warm-up as a share, not --warmup-steps", ge=0, le=1)
     warmup_start_lr: float = _rate(0.0, "learning rate at the first step")
-    total_steps: int = option(
-        100, "length of the run, in optimizer steps", at_least=1, to="lr_scheduler", resume="length"
-    )
-    num_train_epochs: float | None = option(
-        None,
-        "length of the run, in epochs, in place of --total-steps",
-        at_least=0.001,
-        resume="length",
-    )
-    weight_decay: float = option(
-        0.01, "weight decay, not on norms and biases", at_least=0, to="optimizer", resume="steps"
-    )
-    max_grad_norm: float = option(
-        1.0, "clipping norm of gradients (0 = off)", at_least=0, resume="steps"
-    )
+    total_steps: int = _length(100, "length of the run in optimizer steps", ge=1, to="lr_scheduler")
+    num_train_epochs: float | None = _length(None, "length in epochs, not --total-steps", ge=0.001)
+    weight_decay: float = _rate(0.01, "weight decay, not on norms and biases", to="optimizer")
+    max_grad_norm: float = option(1.0, "clipping norm of gradients (0 = off)", ge=0, resume="steps")
 
 
 class PipelineOptions(Options):
@@ -218,17 +248,11 @@ class PipelineOptions(Options):
         "interleaved_zero_bubble, zbv, dualpipev, or the path of a .csv file",
     )
     num_stages: int | None = free_option(
-        None, "number of stages; default: by the number of processes", at_least=1, to="train_model"
+        None, "number of stages; default: by the number of processes", ge=1, to="train_model"
     )
-    stages_per_rank: int | None = free_option(
-        None, "stages per process; default: 1, or 2 if --schedule needs it", at_least=1
-    )
-    dp_degree: int | None = free_option(
-        None, "pipeline replicas; default: by the processes", at_least=1
-    )
-    dp_shard: bool = free_option(
-        False, "shard weights, gradients and optimizer state over replicas (FSDP2)"
-    )
+    stages_per_rank: int | None = free_option(None, "stages per process; default: 1 or 2", ge=1)
+    dp_degree: int | None = free_option(None, "pipeline replicas; default: by the processes", ge=1)
+    dp_shard: bool = free_option(False, "shard weights, gradients and optimizer state (FSDP2)")
     partition: Literal["uniform", "parameters", "measured"] | list[int] = free_option(
         "uniform",
         "decoder layers of each stage, such as 8,8,7,9; uniform = equal numbers, parameters = "
@@ -236,14 +260,8 @@ class PipelineOptions(Options):
         to="train_model",
     )
     prove_split: Literal["auto", "always", "never"] = free_option("auto", PROVE_HELP)
-    plan: bool = option(
-        False,
-        "print layers, times and memory of each stage and stop, without loading",
-        is_saved=False,
-    )
-    device_memory: float | None = free_option(
-        None, "memory limit of each rank, in GiB; default: all of its device", at_least=0
-    )
+    plan: bool = option(False, "print times and memory of each stage, then stop", is_saved=False)
+    device_memory: float | None = free_option(None, "memory limit of each rank, in GiB", ge=0)
 
 
 _settings_path = functools.partial(
@@ -266,12 +284,8 @@ class RunConfig(
 ):
     """Options of a training run that belong to no component."""
 
-    config_path: str | None = _settings_path(
-        help_text="config.json, its folder or a hub name; default: --model-path"
-    )
-    processor_path: str | None = _settings_path(
-        help_text="tokenizer or processor: a folder or hub name; default: --model-path"
-    )
+    config_path: str | None = _settings_path("config.json, folder, hub name; default: --model-path")
+    processor_path: str | None = _settings_path("tokenizer or processor; default: --model-path")
     rollouts: RolloutOptions = mapping(RolloutOptions)
     early_stop: StopSettings = mapping(StopSettings)
     bad_steps: BadStepSettings = mapping(BadStepSettings)
@@ -290,29 +304,20 @@ class RunConfig(
 class CheckSettings(Options):
     """Check of a split"""
 
-    steps: int = option(3, "number of optimizer steps to compare", at_least=1)
+    steps: int = option(3, "number of batches to compare", ge=1)
     tolerance: float | None = option(
-        None,
-        "largest difference, absolute and relative; default: 0, or 1e-6 where stages share a "
-        "weight, whose gradient is summed in another order",
-        at_least=0,
+        None, "largest difference; default: 0, or 1e-6 where stages share a weight", ge=0
     )
-    layers: int | None = option(
-        None, "number of first layers to keep, with random weights; default: all", at_least=1
-    )
+    layers: int | None = option(None, "first layers to keep, at random; default: all", ge=1)
     reference: Literal["auto", "transformers", "part"] = option(
-        "auto",
-        "unsplit model: transformers = its own class, part = the train_model component on one "
-        "stage, auto = transformers if it has a class",
+        "auto", "unsplit model: transformers, part = the component on one stage, auto = either"
     )
 
 
 class CheckConfig(RunConfig):
     """Check of an export or a split"""
 
-    exported: str | None = option(
-        None, "exported folder that is compared with the checkpoint at --model-path", is_path=True
-    )
+    exported: str | None = option(None, "export to compare with --model-path", is_path=True)
     adapter_weights: list[float] | None = option(
         None, "weight of each adapter in the export; default: 1", needs=("--exported FOLDER",)
     )
@@ -383,4 +388,178 @@ def check_partition(run: RunConfig) -> None:
         raise OptionError(
             f"--partition {','.join(map(str, counts))} names {len(counts)} stages, --num-stages is "
             f"{run.num_stages}{tower}. Change one of them, or drop --num-stages."
+        )
+
+
+def check_memory(run: MemoryOptions, *, splits_backward: bool) -> None:
+    """Refuse options that a schedule with late weight gradients (zero-bubble) cannot run."""
+    if run.compile_layers and splits_backward:
+        raise OptionError(
+            "--compile-layers does not go with a schedule that computes the gradients of weights "
+            "later than those of inputs. Use --schedule 1f1b or drop --compile-layers."
+        )
+
+
+def memory_remedies(run: RunConfig, *, has_gpu: bool, streams: bool = False) -> list[str]:
+    """Return the remedies for a run out of memory, the cheapest first."""
+    candidates = {
+        f"a smaller --micro-batch-size (now {run.micro_batch_size})": run.micro_batch_size > 1,
+        "--recompute-grain layer": streams and run.recompute_grain != "layer",
+        "a smaller --streaming.budget": streams and has_gpu,
+        "--gradient-checkpointing": not (run.gradient_checkpointing or streams),
+        "--dp-shard": (run.dp_degree or 1) > 1 and not run.dp_shard,
+        "--logits-chunk 1024": not (run.logits_chunk or streams),
+        "--offload-activations": has_gpu and not (run.offload_activations or streams),
+        f"more --num-stages (now {run.num_stages})": True,
+        f"a smaller --max-token-num (now {run.max_token_num})": True,
+        "--bf16": not (run.bf16 or run.fp16),
+    }
+    return [what for what, is_open in candidates.items() if is_open]
+
+
+def answering_remedies(run: RunConfig) -> list[str]:
+    """Return the remedies for a run out of memory during the answers of its own model."""
+    names = ("prompts_together", "max_completion_length", "group_size")
+    given = {name: getattr(run.rollouts, name) for name in names}
+    found = [
+        f"a smaller --rollouts.{name} (now {given[name]})" for name in names if given[name] > 1
+    ]
+    return [*found, f"more --num-stages (now {run.num_stages})"]
+
+
+# the name of the option -> the name in transformers
+KERNELS = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention", "flash": "flash_attention_2"}
+# devices on which a kernel trains; flash-attn has kernels only for CUDA
+WHERE = {"flex": ("auto", "cuda", "xpu"), "flash": ("auto", "cuda")}
+
+
+def attention_arguments(run: Any) -> dict[str, str]:
+    """Return the argument of a train_model component for --attention."""
+    return {} if run.attention == "auto" else {"attn_implementation": KERNELS[run.attention]}
+
+
+def check_attention(run: Any, part: Any = None) -> None:
+    """Refuse a kernel that cannot run here with a train_model component."""
+    if run.attention == "auto":
+        return
+    own = None if part is None else part.kwargs.get("attn_implementation")
+    if own not in (None, KERNELS[run.attention]):
+        raise OptionError(
+            f"--attention and --train-model.attn_implementation {own} exclude each other. Drop one."
+        )
+    check_attention_device(run, run.device)
+    if run.attention == "flash" and importlib.util.find_spec("flash_attn") is None:
+        raise OptionError(
+            "--attention flash requires the package flash_attn. Install it (pip install "
+            "flash-attn --no-build-isolation), or use --attention sdpa."
+        )
+
+
+def check_attention_device(run: Any, device: str) -> None:
+    """Refuse a kernel that cannot train on a kind of device (auto = unknown) or in the type."""
+    if device not in WHERE.get(run.attention, (device,)):
+        raise OptionError(
+            f"--attention {run.attention} does not train on {device}. Use --attention sdpa, or "
+            "--device cuda."
+        )
+    if run.attention == "flash" and not (run.bf16 or run.fp16 or run.dtype):
+        raise OptionError(
+            "--attention flash does not compute in float32. Add --bf16 (or --fp16), or use "
+            "--attention sdpa."
+        )
+
+
+# options without a meaning in one process, or that change layers, which get new weights for each
+# pass (docs/streaming.md)
+NOT_STREAMED = (
+    *("schedule", "stages_per_rank", "dp_degree", "dp_shard", "partition", "plan"),
+    *("offload_activations", "logits_chunk", "compile_layers", "quantization"),
+)
+
+
+def check_streaming(run: RunConfig, engine: str, *, world_size: int) -> None:
+    """Refuse options that --engine streaming lacks, and its own with another engine."""
+    if engine != "streaming":
+        for name, value in given_options(run, of=StreamingOptions).items():
+            raise OptionError(
+                f"{spelled(name)} {value} requires --engine streaming. Add it or drop "
+                f"{spelled(name)}."
+            )
+        return
+    if world_size > 1:
+        raise OptionError(
+            f"--engine streaming takes one process, and {world_size} were started. Start "
+            "train_pp.py with python, or torchrun --nproc-per-node 1."
+        )
+    for name, value in given_options(run).items():
+        # dp_degree 1 is allowed, and so is a list: layer counts follow from the stages
+        is_allowed = isinstance(value, list) or (name, value) == ("dp_degree", 1)
+        if name in NOT_STREAMED and not is_allowed:
+            raise OptionError(
+                f"{spelled(name)} does not go with --engine streaming. Drop {spelled(name)} or use "
+                "--engine pipeline."
+            )
+
+
+def check_rollouts(run: Any, parts: Any) -> None:
+    """Refuse options that a GRPO run cannot have, and its own in any other run."""
+    loss, collate, own = parts["loss_fn"], parts.get("collate_fn"), run.rollouts
+    answers = bool(loss.facts.samples_answers)
+    if collate is not None and bool(collate.facts.gives_prompts) != answers:
+        right = "--collate-fn grpo" if answers else "--loss-fn grpo or --collate-fn sft"
+        raise OptionError(
+            f"--collate-fn {collate.key} does not go with --loss-fn {loss.key}. Use {right}."
+        )
+    if not answers:
+        given = [f"--rollouts.{name}" for name in given_options(own)]
+        given += ["--reference frozen_copy"] if run.reference == "frozen_copy" else []
+        if given:
+            raise OptionError(f"{given[0]} requires --loss-fn grpo. Add it or drop {given[0]}.")
+        return
+    size, count = own.group_size, run.batch_size * run.accumulate_steps
+    weights, num_rewards = own.reward_weights, len(parts["reward"].part)
+    refuse(
+        {
+            f"--batch-size x --accumulate-steps, {count}, is not divisible by --rollouts.group_size"
+            f" {size}. Make it a multiple: a batch counts answers.": count % size,
+            f"--rollouts.reward_weights has {len(weights or ())} numbers, --reward names "
+            f"{num_rewards} rewards. Give one for each.": weights and len(weights) != num_rewards,
+        }
+    )
+    names = ["save_steps", "eval_steps"]
+    # steps of epochs are computed later, and rounded up
+    names += ["total_steps"] if run.num_train_epochs is None else []
+    for name in names:
+        value = getattr(run, name)
+        if own.inner_steps > 1 and (value == "epoch" or value % own.inner_steps):
+            raise OptionError(
+                f"{spelled(name)} {value} is not a multiple of --rollouts.inner_steps "
+                f"{own.inner_steps}. Change one of them: a run is saved where answers are drawn."
+            )
+    stops_on_loss = run.early_stop.patience > 0 and run.early_stop.metric == "loss"
+    # held-out prompts have rewards, but no loss; precomputed columns lack answers of later steps
+    excluded = {
+        "--engine streaming": parts["engine"].key == "streaming",
+        "--vision-stages": run.vision_stages > 0,
+        "--neftune-alpha": run.neftune_alpha > 0,
+        f"--reference {run.reference}": run.reference in ("precompute", "columns"),
+        "--early-stop.metric loss": stops_on_loss,
+        "--save-best loss": run.save_best in ("loss", "token_accuracy"),
+    }
+    refuse(
+        {
+            f"{name} does not go with --loss-fn {loss.key}. Drop it, or name reward.": is_given
+            for name, is_given in excluded.items()
+        }
+    )
+
+
+def check_groups(run: Any, group_size: int) -> None:
+    """Refuse steps that would cut groups of rows, whose rewards are computed together."""
+    size = run.rollouts.group_size
+    num_prompts = run.batch_size * run.accumulate_steps // size
+    if num_prompts % group_size:
+        raise OptionError(
+            f"{num_prompts} prompts a step do not fit the dataset's groups of {group_size} rows. "
+            f"Make --batch-size a multiple of {group_size * size}."
         )

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks a split on the CPU: stages on gloo against the unsplit model in one process. Takes the
-# options of a training command unchanged. Exit code 0: equal, 1: a difference, 2: a wrong option.
+# Checks a split on the CPU: stages against the unsplit model, in one process. Takes the options
+# of a training command unchanged. Exit code 0: equal, 1: a difference, 2: a wrong option.
 #   bash scripts/check_model.sh --import my_parts.py --train-model mine --model-path my_model
 #   bash scripts/check_model.sh --train-model llama --config-path 7b --check.layers 4 --num-stages 4
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"

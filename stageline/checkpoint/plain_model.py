@@ -61,6 +61,7 @@ def load_whole(
 
     Args:
         auto_class: an Auto class or a model class of transformers.
+        folder: or a file in it that `config.transformers_weights` names.
         is_strict: refuse also weights that the model has no place for.
         may_lack: prefix of the names of weights that others fill; None: none.
         is_changed: use `config` instead of the folder's own.
@@ -71,6 +72,8 @@ def load_whole(
             says so, or cannot be read.
     """
     files = weight_files(folder)
+    if folder.is_file():  # `config.transformers_weights` names it
+        folder = folder.parent
     if is_changed:
         options = {**options, "config": config}
     options |= attention_options(config, options.pop("attn_implementation", None))

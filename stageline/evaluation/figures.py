@@ -70,17 +70,6 @@ def usage_of(predictions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return figures
 
 
-def format_usage(figures: dict[str, Any]) -> str:
-    """Return usage as one line."""
-    line = (
-        f"{figures['num_answers']} answers: {figures['prompt_tokens']} tokens in prompts, "
-        f"{figures['completion_tokens']} in answers"
-    )
-    if "cost" in figures:
-        line += f", {figures['cost']:.6g} for {figures['num_priced']} of them"
-    return line
-
-
 # ROUGE (Lin 2004) by `rouge-score`, BLEU (Papineni et al. 2002) by `sacrebleu` (Post 2018, arXiv
 # 1804.08771). Both split words at spaces; Chinese, Japanese and Thai, which write none, are split
 # into characters.

@@ -119,11 +119,6 @@ class StagelineLM(TemplateLM):
             ignored: batch_size, max_batch_size and device, which the engine settles itself.
         """
         super().__init__()
-        unknown = sorted(set(ignored) - {"batch_size", "max_batch_size", "device"})
-        if unknown:
-            raise UserError(
-                f"the lm_eval model {NAME} has no argument {', '.join(unknown)}. Leave it out."
-            )
         self.engine = engine
         self.tokenizer = get_tokenizer(engine.processor)
         self.max_length = max_length or engine.max_length

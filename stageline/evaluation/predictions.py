@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,9 +33,7 @@ Answer = Callable[..., Answers]
 # fields of a sample that go into its line: enough to compute any metric from the file
 KEPT_TYPES = (str, int, float, bool, list, type(None))
 KEPT_NAMES = ("groups",)
-SECONDS_BETWEEN_LOOKS = 0.1
-# batches whose samples are put in order of length together
-BATCHES_OF_A_WINDOW = 32
+BATCHES_OF_A_WINDOW = 32  # batches whose samples are put in order of length together
 MOST_AT_ONCE = 512  # pictures of a window may each keep a file open
 Key = tuple[Any, str]  # settings and id of a record
 
@@ -65,8 +62,7 @@ class PredictionFile:
         self.records: dict[str, dict[str, Any]] = {}
         self.errors: dict[str, str] = {}
         self.path.touch()
-        # the process was killed while it wrote a last line without its end
-        os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
+        _drop_torn_line(self.path)
         for record in _checked(self.path):
             if record.get("settings") == settings_key:
                 self._take(record)
@@ -115,18 +111,15 @@ def _checked(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def _lines(
-    path: Path, *, leaves_out_torn: bool = False
-) -> Iterator[tuple[int, dict[str, Any], str]]:
-    """Yield (number, record, line) of each line that is not empty.
+def _drop_torn_line(path: Path) -> None:
+    """Cut a last line without its end, which a killed process leaves."""
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
-    The record of a failed sample has `error`.
-    """
-    content = path.read_bytes()
-    if leaves_out_torn:
-        content = content[: content.rfind(b"\n") + 1]
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any], str]]:
+    """Yield (number, record, line) of each line; the record of a failed sample has `error`."""
     # not splitlines(): a text may hold line breaks that are no "\n", such as U+2028
-    for number, line in enumerate(content.decode("utf-8").split("\n"), start=1):
+    for number, line in enumerate(path.read_bytes().decode("utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -149,8 +142,7 @@ def shard_path(path: Path, replica: int) -> Path:
 
 def find_shards(path: Path) -> list[Path]:
     """Return the shards next to a file of predictions, the one that was last written to last."""
-    pattern = re.compile(rf"{re.escape(path.stem)}-\d+{re.escape(path.suffix)}")
-    found = [one for one in path.parent.iterdir() if pattern.fullmatch(one.name)]
+    found = path.parent.glob(f"{path.stem}-[0-9]*{path.suffix}")
     return sorted(found, key=lambda one: (one.stat().st_mtime_ns, one.name))
 
 
@@ -166,7 +158,8 @@ def merge_shards(path: Path) -> int:
         return 0
     kept: dict[Key, tuple[bool, str]] = {}  # whether it is an answer, its line
     for source in [*([path] if path.exists() else []), *shards]:
-        for _, record, line in _lines(source, leaves_out_torn=True):
+        _drop_torn_line(source)
+        for _, record, line in _lines(source):
             key, is_answer = (record.get("settings"), record["id"]), "error" not in record
             if is_answer or not kept.get(key, (False, ""))[0]:
                 kept.pop(key, None)  # the newest lines stand last
@@ -287,18 +280,6 @@ def predict(
             file.append(records)
             bar.update(len(found))
 
-    def fits(batch: Sequence[int]) -> bool:
-        try:
-            ask(batch)
-        except RuntimeError as error:
-            if len(batch) == 1 or not is_out_of_memory(error):
-                raise
-        else:
-            return True
-        # outside of the handler: the error's frames hold tensors that must be freed
-        empty_cache()
-        return False
-
     size = asking.batch_size
     window = size * BATCHES_OF_A_WINDOW
     if asking.has_own_batches:
@@ -316,9 +297,14 @@ def predict(
         size = window if asking.has_own_batches else size
         while left:
             batch = left[:size]
-            if fits(batch):
+            try:
+                ask(batch)
                 left = left[len(batch) :]
                 continue
+            except RuntimeError as error:
+                if len(batch) == 1 or not is_out_of_memory(error):
+                    raise
+            empty_cache()  # outside of the handler, whose error holds tensors that must be freed
             size = len(batch) // 2
             print(f"memory was full with {len(batch)} samples at once; continuing with {size}")
             left = [row for row in left if row not in done]
@@ -436,15 +422,8 @@ class EvaluationReplicas:
         if self.store is not None and self.is_first:
             self.store.set(f"stageline/replica/{self.index}/{word}", "1")
 
-    def wait_for_main(self, word: str) -> None:
-        """Return when the main process told this word."""
-        self._wait([0], word)
-
-    def wait_for_all(self, word: str) -> None:
-        """Return when all replicas told this word."""
-        self._wait(range(self.count), word)
-
-    def _wait(self, replicas: Sequence[int], word: str) -> None:
+    def wait_for(self, replicas: Iterable[int], word: str) -> None:
+        """Return when these replicas have told this word."""
         names = [f"stageline/replica/{index}/{word}" for index in replicas]
         while self.store is not None and not self.store.check(names):
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(0.1)

@@ -383,24 +383,14 @@ def sign_test(num_better: int, num_worse: int) -> float:
     return float(binomtest(num_better, num_better + num_worse).pvalue)
 
 
-def format_comparison(comparison: dict[str, Any]) -> str:
-    """Return a table for a terminal."""
-    return format_table(_comparison_table("difference", comparison))
-
-
-def comparison_markdown(comparison: dict[str, Any]) -> str:
-    """Return the same in Markdown."""
-    table = markdown_table(_comparison_table("", comparison))
-    return f"## Compared with {comparison['with']}\n\n{table}\n"
-
-
-def _comparison_table(title: str, comparison: dict[str, Any]) -> list[list[str]]:
+def comparison_table(comparison: dict[str, Any]) -> list[list[str]]:
+    """Return the rows of a table of a comparison, all samples last."""
     parts = {
         f"{grouping}: {name}": part
         for grouping, groups in comparison["groupings"].items()
         for name, part in groups.items()
     }
-    rows = [[title, "difference", "95 % interval", "better", "worse", "p"]]
+    rows = [["", "difference", "95 % interval", "better", "worse", "p"]]
     for name, part in [*parts.items(), ("all", comparison)]:
         difference = "-" if part["difference"] is None else f"{part['difference']:+.4f}"
         counts = [str(part["num_better"]), str(part["num_worse"])]

@@ -1,18 +1,18 @@
 """Cuts a transformers model over the devices of one machine: a device_map for inference.
 
-Only the layers of the language model are split, and a tower that is too large. The last layer is
-on the device of the first: embeddings and head are there as well, so hidden states come back
-instead of logits, and a tied head finds its weight. Each device has a run of neighbours of the
-other layers, such that the fullest device is as empty as can be; or, where the user says what the
-tower takes, the number of layers decides. Loads nothing.
+Only the layers of the language model are split. The last layer is on the device of the first:
+embeddings, tower and head are there as well, so hidden states come back instead of logits, and a
+tied head finds its weight. Each device has a run of neighbours of the other layers, such that the
+fullest device is as empty as can be; or, where the user says what the tower takes, the number of
+layers decides. Loads nothing.
 
 Accelerate's maps are not a base for it: they put the last layer on the last device and know weights
 only (both are compared in benchmarks/model_cutter_2026-11-22.md).
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import nn
@@ -26,7 +26,6 @@ from stageline.planner.estimate import (
     Load,
     ModelBytes,
     ModelCosts,
-    blocks_path,
     layers_path,
     measure_model,
     model_on_meta,
@@ -64,57 +63,27 @@ class DeviceBytes:
         return self.cost.while_answering / self.memory if self.memory else 0.0
 
 
-@dataclass(frozen=True)
-class Homes:
-    """The device of each layer, and of each block of the tower."""
+def place(model: ModelBytes, memory: Sequence[int]) -> list[int]:
+    """Return the device of each layer, such that the largest used fraction is as small as can be.
 
-    layers: tuple[int, ...]
-    blocks: tuple[int, ...] = ()
-
-
-def place(model: ModelBytes, memory: Sequence[int], *, may_cut_tower: bool = True) -> Homes:
-    """Place layers such that the largest used fraction is as small as can be.
-
-    No device is left empty as long as there are more layers than devices. The tower is cut, by its
-    blocks, only where it does not fit on device 0 as a whole.
+    No device is left empty as long as there are more layers than devices. The last layer is on
+    device 0.
 
     Args:
         memory: bytes of each device. Whether the model fits is another question: see `check_fit`.
-        may_cut_tower: False where memory is not known, or a tower's blocks must stay together.
     """
     if min(memory) <= 0:
         raise UserError(
             f"The free memory of the devices is {list(memory)} bytes; layers are placed by numbers "
             "above 0. Use devices that have some left."
         )
-    num_layers, num_blocks = len(model.layers), len(model.blocks)
-    whole = _deal(model, memory[: max(1, num_layers - 1)])
-    can_cut = num_blocks and num_layers > 1 and 1 < len(memory) <= num_blocks + num_layers - 2
-
-    def fullest(homes: Homes) -> float:
-        return max(item.fraction for item in device_bytes(model, homes, memory))
-
-    if not (may_cut_tower and can_cut) or fullest(whole) <= 1 - HEADROOM:
-        return whole
-    return min(whole, _deal(model, memory, cuts_tower=True), key=fullest)
-
-
-def _deal(model: ModelBytes, memory: Sequence[int], *, cuts_tower: bool = False) -> Homes:
-    """Deal out runs of neighbours, at least one layer or block a device; exact.
-
-    The last layer is on device 0; where the tower is cut, its blocks lead the run and the first
-    layer is on device 0 as well.
-    """
-    num_blocks, num_layers = len(model.blocks), len(model.layers)
+    memory = memory[: max(1, len(model.layers) - 1)]
     if len(memory) == 1:
-        return Homes((0,) * num_layers, (0,) * num_blocks)
-    blocks = model.blocks if cuts_tower else ()
-    front = model.layers[:1] if cuts_tower else ()
-    rest = replace(model.tower, weights=model.tower.weights - sum(blocks))
+        return [0] * len(model.layers)
     chain = ModelCosts(
         overhead=Cost(),
-        first=sum((*front, model.layers[-1], rest), model.ends),
-        layers=(*(replace(model.tower, weights=w) for w in blocks), *model.layers[len(front) : -1]),
+        first=sum((model.layers[-1], model.tower), model.ends),
+        layers=model.layers[:-1],
         last=Cost(),
     )
 
@@ -123,24 +92,20 @@ def _deal(model: ModelBytes, memory: Sequence[int], *, cuts_tower: bool = False)
 
     counts = smallest_maximum(chain.num_layers, len(memory), fraction)
     assert counts is not None, "fractions are finite"
-    runs = [device for device, count in enumerate(counts) for _ in range(count)]
-    layers = (*(0 for _ in front), *runs[len(blocks) :], 0)
-    return Homes(layers, tuple(runs[: len(blocks)]) or (0,) * num_blocks)
+    return [*(device for device, count in enumerate(counts) for _ in range(count)), 0]
 
 
-def device_bytes(model: ModelBytes, homes: Homes, memory: Sequence[int]) -> list[DeviceBytes]:
+def device_bytes(
+    model: ModelBytes, homes: Sequence[int], memory: Sequence[int]
+) -> list[DeviceBytes]:
     """Return the layers and bytes of each device; also for maps that were made otherwise."""
     found = []
     for device, limit in enumerate(memory):
-        indices = tuple(index for index, own in enumerate(homes.layers) if own == device)
-        tower = zip(model.blocks, homes.blocks, strict=True)
-        blocks = [size for size, own in tower if own == device]
-        vision, cost = sum(blocks), Cost()
+        indices = tuple(index for index, own in enumerate(homes) if own == device)
+        cost = sum((model.layers[index] for index in indices), Cost())
+        vision = 0
         if device == 0:
-            vision, cost = vision + model.tower.weights - sum(model.blocks), model.ends
-        if blocks or device == 0:
-            cost += replace(model.tower, weights=vision)
-        cost = sum((model.layers[index] for index in indices), cost)
+            cost, vision = model.ends + model.tower + cost, model.tower.weights
         found.append(DeviceBytes(indices, cost, vision, limit))
     return found
 
@@ -266,24 +231,17 @@ class ModelCutter:
     def device_map(self) -> dict[str, int]:
         """Return module path -> device; every parameter and buffer is below exactly one path."""
         placed: dict[str, int] = {}
-        lists = {layers_path(self.model): self.homes.layers}
-        tower = blocks_path(self.model)
-        if tower is not None and any(self.homes.blocks):
-            lists[tower] = self.homes.blocks
-        self._place("", lists, placed)
+        self._place("", layers_path(self.model), placed)
         return placed
 
     @cached_property
-    def homes(self) -> Homes:
-        """The device of each layer, and of each block of a tower that had to be cut."""
+    def homes(self) -> list[int]:
+        """The device of each layer."""
         if self.visual_gpu_ratio is None and self.num_devices > 1:
-            memory = self.memory or [1] * self.num_devices
-            return place(self.bytes, memory, may_cut_tower=self.memory is not None)
+            return place(self.bytes, self.memory or [1] * self.num_devices)
         num_layers = len(module_list(self.model, layers_path(self.model)))
         ratio = self.visual_gpu_ratio or 0.0
-        devices = layer_devices(num_layers, self.num_devices, visual_gpu_ratio=ratio)
-        tower = blocks_path(self.model)
-        return Homes(tuple(devices), (0,) * (len(module_list(self.model, tower)) if tower else 0))
+        return layer_devices(num_layers, self.num_devices, visual_gpu_ratio=ratio)
 
     def devices(self) -> list[DeviceBytes]:
         """Return the layers and bytes of each device."""
@@ -297,19 +255,19 @@ class ModelCutter:
             model = model_on_meta(model.config, dtype=model.dtype)
         return measure_model(model, self.load)
 
-    def _place(self, path: str, lists: Mapping[str, Sequence[int]], placed: dict[str, int]) -> None:
-        """Descend only where lists are below; everything else goes to device 0."""
+    def _place(self, path: str, layers: str, placed: dict[str, int]) -> None:
+        """Descend only where the layers are below; everything else goes to device 0."""
         module = self.model.get_submodule(path)
         prefix = f"{path}." if path else ""
-        if path in lists:
-            placed.update({f"{prefix}{index}": home for index, home in enumerate(lists[path])})
+        if path == layers:
+            placed.update({f"{prefix}{index}": home for index, home in enumerate(self.homes)})
             return
         placed.update({f"{prefix}{name}": 0 for name in [*module._parameters, *module._buffers]})
         for name, inner in module.named_children():
             child = f"{prefix}{name}"
             # a list is never called itself, so what moves inputs belongs to its members
             is_list = isinstance(inner, nn.ModuleList) and not [*inner._parameters]
-            if is_list or any(f"{one}.".startswith(f"{child}.") for one in lists):
-                self._place(child, lists, placed)
+            if is_list or f"{layers}.".startswith(f"{child}."):
+                self._place(child, layers, placed)
             else:
                 placed[child] = 0

@@ -37,9 +37,6 @@ class ChunkedLoss:
         loss_fn: a loss_fn part that is a sum over target tokens.
         whole: the transformers model of the last stage.
         chunk: tokens of a chunk.
-
-    Raises:
-        UserError: the model has no head of its own.
     """
 
     def __init__(
@@ -94,13 +91,7 @@ def slices(hidden_BTH: torch.Tensor, micro_batch: MicroBatch, chunk: int) -> Ite
 class ChunkedLogits:
     """Stands for the logits of a micro-batch, of which chunks are made when they are asked about.
 
-    Args:
-        hidden_BTH: what the last stage gives in their place.
-        whole: the transformers model of the last stage.
-        chunk: tokens of a chunk.
-
-    Attributes:
-        dtype, device: of the logits.
+    `hidden_BTH` is what the last stage gives in their place.
     """
 
     def __init__(
@@ -140,16 +131,7 @@ class ChunkedLogits:
 
 
 class LossByToken:
-    """A loss_fn part that reads logits only token by token; takes hidden states in their place.
-
-    Args:
-        loss_fn: a loss_fn part that takes `ChunkedLogits` for logits.
-        whole: the transformers model of the last stage.
-        chunk: tokens of a chunk.
-
-    Raises:
-        UserError: the model has no head of its own.
-    """
+    """A loss_fn part that takes `ChunkedLogits`; takes hidden states in their place."""
 
     def __init__(
         self, loss_fn: Callable[..., Any], *, whole: "PreTrainedModel | None", chunk: int
@@ -226,11 +208,7 @@ class Head(nn.Module):
 
 
 def head_of(whole: "PreTrainedModel | None") -> Head:
-    """The head of a model, sharing its modules; the model itself is not changed.
-
-    Raises:
-        UserError: the model has no base model apart from its head.
-    """
+    """The head of a model, sharing its modules; the model itself is not changed."""
     if whole is None or whole.base_model_prefix not in whole._modules:
         name = "the stage model" if whole is None else type(whole).__name__
         raise UserError(
@@ -251,7 +229,6 @@ class _Work:
     states, as those of zero-bubble schedules do, does not run the second one.
 
     Args:
-        chunk: tokens by which neighbouring chunks lie apart.
         is_sum: results of chunks are added up; else they are concatenated.
     """
 
@@ -307,11 +284,8 @@ class _Work:
                     hidden_grad[:, start : start + hidden.shape[1]] += found[0]
                 _add(sums, found[len(sources) - len(weights) :])
                 start += self.chunk
-        rounded = [
-            None if total is None else total.to(weight.dtype)
-            for total, weight in zip(sums, weights, strict=True)
-        ]
-        return hidden_grad, rounded
+        pairs = zip(sums, weights, strict=True)
+        return hidden_grad, [None if total is None else total.to(w.dtype) for total, w in pairs]
 
 
 def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> None:

@@ -25,10 +25,7 @@ class LoRALayer(nn.Module):
     """An adapter without its layer: scale * B(A(dropout(x))).
 
     Args:
-        in_features, out_features: of the layer that it adapts.
-        rank: rows of A.
         scale: alpha / rank, or alpha / sqrt(rank).
-        dropout: on the input, in training.
         use_dora: a magnitude for each output, too.
 
     Attributes:
@@ -280,10 +277,8 @@ def _start_pissa(
         linear.weight.copy_(value)
     # the part taken out is A and B as they are after rounding to their dtype
     put_weight(base, exact - layer.delta(exact.dtype), why=f"`lora_init` {layer.start}")
-    layer.taken = (
-        layer.lora_A.weight.detach().to("cpu", copy=True),
-        layer.lora_B.weight.detach().to("cpu", copy=True),
-    )
+    down, up = (one.weight.detach().to("cpu", copy=True) for one in (layer.lora_A, layer.lora_B))
+    layer.taken = down, up
 
 
 def restored_weight(layer: LoRALayer, base: Linear) -> torch.Tensor:

@@ -41,11 +41,7 @@ class FreezeRule:
     spreads: bool = False
 
     def layers(self, total: int) -> range:
-        """Global indices of the layers that train.
-
-        Raises:
-            UserError: there are not as many, or they do not make whole groups.
-        """
+        """Global indices of the layers that train."""
         wanted = abs(self.num_layers)
         if wanted > total:
             raise UserError(
@@ -56,9 +52,8 @@ class FreezeRule:
             return range(total - wanted, total) if self.num_layers > 0 else range(wanted)
         if total % wanted:
             raise UserError(
-                f"`freeze.layers` {wanted} does not divide {total}, the layers of the model, as "
-                "`freeze.llama_pro` requires. Give the number of blocks that "
-                "tools/expand_blocks.py added."
+                f"`freeze.layers` {wanted} does not divide {total}, the layers of the model. Give "
+                "the number of blocks that tools/expand_blocks.py added."
             )
         stride = total // wanted
         return range(stride - 1, total + stride - 1, stride)
@@ -72,9 +67,6 @@ class FreezeRule:
             names: of all parameters of the language model and its head, a tied one once.
             layers: path of the list of layers.
             embedding, head: paths of both; a head that is tied has the embedding's weight.
-
-        Raises:
-            UserError: a module that the model has not.
         """
         inside: dict[str, tuple[int, list[str]]] = {}  # -> (layer, modules on the way)
         outside: dict[str, str] = {}  # -> path of its module
@@ -155,10 +147,7 @@ def scale_rope(config: PretrainedConfig, scaling: RopeScaling) -> str:
     The factor is the length over the longest one of the model, rounded up.
 
     Returns:
-        A line to print: what was done.
-
-    Raises:
-        UserError: the model has no rotary positions, or they are scaled already.
+        A line to print.
     """
     text = config.get_text_config(decoder=True)
     old = getattr(text, "max_position_embeddings", None)
@@ -186,8 +175,7 @@ def scale_rope(config: PretrainedConfig, scaling: RopeScaling) -> str:
         # transformers begins to scale beyond max_position_embeddings
         return (
             f"{note} beyond {old} tokens. Warning: frequencies depend on the length of each "
-            "micro-batch, so that training sees others than generation; linear, yarn and llama3 "
-            "do not"
+            "micro-batch; those of linear, yarn and llama3 do not"
         )
     text.max_position_embeddings = old * factor
     return f"{note}, for up to {old * factor} tokens instead of {old}"
@@ -200,8 +188,7 @@ def _scaled(
     if kind not in (PLAIN, "mrope") and not kind == scaling.kind == "dynamic":
         raise UserError(
             f"`rope_scaling` {scaling.kind}: the positions of the model are scaled already "
-            f"(rope_type {kind!r}, for {old} tokens). Drop it and keep `max_token_num` within "
-            f"{old}, or start from the model before that."
+            f"(rope_type {kind!r}). Drop it and keep `max_token_num` within {old}."
         )
     # other values stay: rope_theta, mrope_section, partial_rotary_factor
     scaled = {**parameters, "rope_type": scaling.kind, "factor": float(factor)}
@@ -256,10 +243,7 @@ class Methods:
 
     @classmethod
     def of(cls, given: "Methods | Mapping[str, Any] | None") -> "Methods":
-        """Make methods of plain values; those with fields of their own take a mapping.
-
-        A dtype may be its name.
-        """
+        """Make methods of plain values; those with fields of their own take a mapping."""
         if isinstance(given, Methods):
             return given
         values = dict(given or {})
@@ -274,15 +258,13 @@ class Methods:
         """Whether anything is to be done in another way."""
         return self != Methods()
 
-    def prepare(self, config: PretrainedConfig) -> dict[str, Any]:
-        """Change a configuration before a stage is built of it; return the facts for `finish`."""
-        facts: dict[str, Any] = {"notes": ()}
-        if self.rope_scaling is not None:
-            text = config.get_text_config(decoder=True)
-            before = getattr(text, "rope_parameters", None)
-            facts["notes"] = (scale_rope(config, self.rope_scaling),)
-            facts["changes_config"] = text.rope_parameters != before
-        return facts
+    def prepare(self, config: PretrainedConfig) -> tuple[tuple[str, ...], bool]:
+        """Change a configuration; return (notes, whether it is another now) for `finish`."""
+        if self.rope_scaling is None:
+            return (), False
+        text = config.get_text_config(decoder=True)
+        before = getattr(text, "rope_parameters", None)
+        return (scale_rope(config, self.rope_scaling),), text.rope_parameters != before
 
     def quantise(self, model: Any, *, device: torch.device | str) -> None:
         """Quantise the layers of a filled stage, and bring the rest of it to the device."""
@@ -310,10 +292,10 @@ class Methods:
                     if isinstance(value, torch.Tensor) and not hasattr(value, DONE):
                         module.__dict__[name] = value.to(device)
 
-    def finish(self, model: Any, facts: dict[str, Any]) -> None:
+    def finish(self, model: Any, facts: tuple[tuple[str, ...], bool]) -> None:
         """Change the dtypes that a filled stage computes in, and give it the facts of `prepare`."""
-        model.changes_config = facts.get("changes_config", False)
-        model.notes += facts["notes"] if model.stage == 0 else ()
+        notes, model.changes_config = facts
+        model.notes += notes if model.stage == 0 else ()
         if self.norms_fp32:
             norms_to_float32(model)
         if self.upcast_lm_head and model.is_last and model.whole is not None:
@@ -342,14 +324,7 @@ class Methods:
 
 
 def find_whole_modules(whole: nn.Module, wanted: Iterable[str]) -> frozenset[str]:
-    """Full paths of the modules that names mean: last names, endings or expressions.
-
-    Args:
-        whole: the model before anything is dropped.
-
-    Raises:
-        UserError: a name means no module with parameters.
-    """
+    """Full paths in the unsplit model of what names mean: last names, endings or expressions."""
     paths = {name for name, _ in whole.named_modules() if name}
     filled = {name for name in paths if any(True for _ in whole.get_submodule(name).parameters())}
     chosen: set[str] = set()

@@ -97,10 +97,7 @@ def set_vocab_size(config: PretrainedConfig, num_rows: int) -> None:
 
 @torch.no_grad()
 def enlarge(model: nn.Module, paths: Iterable[str], num_rows: int) -> None:
-    """Add rows of zeros to embedding and head up to `num_rows`; what is tied stays tied.
-
-    Configurations are told, and what a model keeps as `vocab_size`.
-    """
+    """Add rows of zeros to embedding and head up to `num_rows`; what is tied stays tied."""
     made: dict[int, nn.Parameter] = {}
     for module in vocabulary_modules(model, paths).values():
         for leaf in ("weight", "bias"):
@@ -116,12 +113,12 @@ def enlarge(model: nn.Module, paths: Iterable[str], num_rows: int) -> None:
     enlarge_hollow = getattr(model, "enlarge_hollow", None)
     if enlarge_hollow is not None:
         enlarge_hollow(tuple(paths), num_rows)
-    whole = getattr(model, "whole", None)
-    for one in (model, whole, *(() if whole is None else whole.modules())):
+    # configurations, and what modules keep as `vocab_size`
+    whole = getattr(model, "whole", None) or model
+    for one in (model, *whole.modules()):
         config = getattr(one, "config", None)
         if isinstance(config, PretrainedConfig) and (vocab_size_of(config) or num_rows) < num_rows:
             set_vocab_size(config, num_rows)
-    for one in (model if whole is None else whole).modules():
         size = getattr(one, "vocab_size", None)
         if isinstance(size, int) and size < num_rows:
             cast(Any, one).vocab_size = num_rows
@@ -133,12 +130,6 @@ def put_new_rows(model: Stage, rows: NewRows) -> None:
 
     A new row of embedding and head starts as the mean of the rows of its pieces, which is the same
     for any number of stages.
-
-    Args:
-        model: a stage with `vocabulary`, the paths of embedding and head in the whole model.
-
-    Raises:
-        UserError: the stage has no such paths.
     """
     paths = getattr(model, "vocabulary", ())
     if not paths:
@@ -269,11 +260,7 @@ ALPHA = "neftune_alpha"
 
 
 def add_noise(model: nn.Module, paths: Iterable[str], alpha: float) -> None:
-    """Put noise on the embeddings of this stage, after all other changes to them.
-
-    Args:
-        paths: of embedding and head in the whole model.
-    """
+    """Put noise on the embeddings of this stage, after all other changes to them."""
 
     def noisy(module: nn.Module, args: tuple, hidden_BTH: torch.Tensor) -> torch.Tensor | None:
         if not module.training:

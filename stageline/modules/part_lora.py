@@ -24,7 +24,6 @@ from stageline.modules.lora_layer import PISSA
 
 LORA_PARTS = {"vit": "vision tower", "mlp": "projector", "llm": "language model"}
 EVERYTHING = ("all", ["all"], ALL_LINEAR, [ALL_LINEAR])
-SETTINGS = ("num", "rank", "alpha", "target")
 LAYER_OPTIONS = ("rank", "alpha", "dropout", "use_rslora", "use_dora", "start")
 
 
@@ -69,25 +68,16 @@ def lora_of_parts(
         lora_init: how a new adapter starts, see `init_lora_layer`.
         of_parts: `vit_lora_num`, `vit_lora_rank`, `vit_lora_alpha`, `vit_lora_target`, and the same
             of `mlp` and `llm`; what is left out or None is what the options of all parts say.
-
-    Raises:
-        TypeError: an argument that no part has.
-        UserError: DoRA or PiSSA for a stack of adapters.
     """
     kind: dict[str, Any] = {"use_rslora": use_rslora, "use_dora": use_dora, "start": lora_init}
-    everywhere: dict[str, Any] = {
-        "num": 0,
-        "rank": lora_rank,
-        "alpha": lora_alpha,
-        "target": lora_target,
-    }
+    kind |= {"dropout": lora_dropout, "exclude": lora_exclude}
     found = {}
     for part in LORA_PARTS:
-        own = {name: of_parts.pop(f"{part}_lora_{name}", None) for name in SETTINGS}
-        given = {name: value for name, value in own.items() if value is not None}
-        chosen = {**everywhere, **given}
+        chosen: dict[str, Any] = dict(num=0, rank=lora_rank, alpha=lora_alpha, target=lora_target)
+        own = {name: of_parts.pop(f"{part}_lora_{name}", None) for name in chosen}
+        chosen |= {name: value for name, value in own.items() if value is not None}
         chosen["target"] = None if chosen["target"] in EVERYTHING else chosen["target"]
-        found[part] = PartLoRA(dropout=lora_dropout, exclude=lora_exclude, **kind, **chosen)
+        found[part] = PartLoRA(**kind, **chosen)
         is_pissa = found[part].start.startswith(PISSA)
         if found[part].num > 1 and (use_dora or is_pissa):  # both are about the one weight below
             option = "`use_dora`" if use_dora else f"`lora_init` {lora_init}"
@@ -113,9 +103,6 @@ def find_targets(
         whole: the model before anything is dropped.
         parts: module path prefixes of each part.
         kept: paths of modules that are trained whole and get no LoRA.
-
-    Raises:
-        UserError: a part with LoRA has no layer that its target matches.
     """
     found = dict(lora)
     for part, one in lora.items():

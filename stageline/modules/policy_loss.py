@@ -63,11 +63,7 @@ class PolicyOptions:
         return "sequence" if self.loss_type == "gspo" else self.importance_sampling_level
 
     def check(self) -> None:
-        """Refuse numbers that make no loss.
-
-        Raises:
-            UserError: names the options.
-        """
+        """Refuse numbers that make no loss."""
         least = (self.epsilon, self.high, self.kl_beta, self.entropy_coef)
         above = (self.temperature, self.importance_cap, self.max_completion_length)
         if min(least) < 0 or min(above) <= 0 or (self.delta is not None and self.delta <= 0):

@@ -51,13 +51,9 @@ def quantise_layers(
 
     Args:
         dtype: in which the model computes.
-        device: of the quantised weights.
 
     Returns:
         Number of layers that were quantised.
-
-    Raises:
-        UserError: the package is missing, or cannot do it here.
     """
     device = torch.device(device)
     count = 0

@@ -162,9 +162,6 @@ def recompute(
 
     Dropout draws the same numbers again. Tensors among `args` may be offloaded while they wait;
     those among `kwargs` are held as they are.
-
-    Args:
-        contexts: makes the context managers around the first and the second run.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -254,10 +251,6 @@ def compile_layers(layers: Iterable[tuple[int, nn.Module]], *, backend: str = "i
 
     Shapes are dynamic, since each micro-batch has a length of its own. A compiled layer is one
     node of the autograd graph: its gradients can't be split into those of inputs and of weights.
-
-    Args:
-        layers: (index in the whole model, layer); layers of other stages are passed over.
-        backend: of torch.compile.
     """
     for _, layer in layers:
         if not isinstance(layer, PassThrough):
@@ -286,7 +279,6 @@ def offloaded(
 
     Args:
         model: its parameters and buffers are left alone, under any view.
-        moves: which other tensors go.
     """
     held = _places(model.parameters()) | _places(model.buffers())
 
@@ -359,8 +351,7 @@ class _Moved:
     """A tensor in host memory, and the way back.
 
     Args:
-        before: the one that was moved before it; it is fetched ahead, since a backward pass goes
-            through them in reverse.
+        before: the one that was moved before it; fetched ahead, as a backward pass goes in reverse.
     """
 
     def __init__(self, tensor: torch.Tensor, *, before: "weakref.ref[_Moved] | None") -> None:

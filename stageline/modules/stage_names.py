@@ -44,7 +44,6 @@ class StageNames:
     """Names that one stage gives its weights.
 
     Attributes:
-        model: name of its class.
         shared: names that it may hold together with other stages.
         whole: those of the unsplit model that it was cut from; None: it builds its own modules.
         on_disk: names that it reads of a checkpoint.
@@ -129,9 +128,6 @@ def names_of_stage(model: Any) -> StageNames:
 def check_names(stages: Sequence[StageNames], whole: Names | None = None) -> None:
     """Compare all stages of a model with each other and with the whole model.
 
-    Args:
-        whole: the unsplit model's; None: what the stages themselves say, if they do.
-
     Raises:
         UserError: a name is on several stages and not shared, on none, in no whole model, or has
             another shape; all kinds of it are told, with examples.
@@ -178,10 +174,8 @@ def check_names(stages: Sequence[StageNames], whole: Names | None = None) -> Non
     if told:
         raise UserError(
             f"the weights of {stages[0].model} on {len(stages)} stages do not add up to one model: "
-            f"{'; '.join(told)}. Keep the places of other stages' layers in a ModuleList "
-            "(layers.7 is layers.7 on every stage: put a PassThrough there), build each layer on "
-            "one stage, and name a weight that stages share on purpose in shared_names of the "
-            "stage model (docs/add_a_model.md)."
+            f"{'; '.join(told)}. Keep the places of other stages' layers in a ModuleList with a "
+            "PassThrough, and name shared weights in shared_names (docs/add_a_model.md)."
         )
 
 

@@ -5,7 +5,7 @@ time: bytes and seconds are measured in passes of their own.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,23 +27,19 @@ class PeakBytes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.peak = self.kept = 0
-        self._before = 0
+        self.peak = self.kept = self._before = 0
         self._live: _LiveBytes | None = None
 
     @contextmanager
     def watch(self) -> Iterator["PeakBytes"]:
         """Count within this block."""
         if is_accelerator(self.device):
-            synchronize(self.device)
-            module = torch.get_device_module(self.device)
-            self._before = module.memory_allocated(self.device)
-            module.reset_peak_memory_stats(self.device)
-            yield self
             self.lap()
-            return
-        with _LiveBytes() as self._live:
+            self._before += self.kept
             yield self
+        else:
+            with _LiveBytes() as self._live:
+                yield self
         self.lap()
 
     def lap(self) -> int:
@@ -68,13 +64,7 @@ class _LiveBytes(TorchDispatchMode):
         self.alive = self.peak = 0
         self._known = WeakIdKeyDictionary()
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, _: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for storage in _storages((args, kwargs)):
             self._known.setdefault(storage, 0)  # it was there before: a parameter, an input
@@ -97,32 +87,23 @@ class SavedBytes:
 
     Args:
         owned: tensors that are there anyway: parameters and buffers.
-
-    Attributes:
-        shared: storages that other layers of the stage save as well.
     """
 
     def __init__(self, owned: Iterator[torch.Tensor]) -> None:
         self._owned = {_key(tensor) for tensor in owned}
         self._saved: dict[int, int] = {}
-        self.shared: set[int] = set()
+        self.shared: set[int] = set()  # storages that other layers of the stage save as well
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Count within this block; a checkpoint counts what it saves by its own rules."""
         return torch.autograd.graph.saved_tensors_hooks(self.add, lambda tensor: tensor)
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a tensor unless its storage was counted."""
         if _key(tensor) not in self._owned:
             self._saved[_key(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     def share(self, values: object, *, is_held: bool) -> None:
-        """Mark all tensors in `values` as common to the layers of a stage.
-
-        Args:
-            is_held: they are kept in any case, to run the layer once more.
-        """
+        """Mark tensors as common to the layers of a stage; what `is_held` is kept in any case."""
         for tensor in _tensors(values):
             self.shared.add(_key(tensor))
             if is_held:

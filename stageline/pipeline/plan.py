@@ -42,8 +42,7 @@ _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 def parse_action(text: str) -> Action | None:
     """Read `2F0`; None for any other text."""
-    match = _ACTION.fullmatch(text.strip())
-    if match is None:
+    if (match := _ACTION.fullmatch(text.strip())) is None:
         return None
     stage, kind, micro_batch = match.groups()
     return Action(int(stage), Kind(kind), int(micro_batch))
@@ -77,10 +76,8 @@ class GradFlow:
 
 def grad_flow(trains: Sequence[bool]) -> GradFlow:
     """Return what follows from which stages have trainable parameters."""
-    return GradFlow(
-        computes=tuple(any(trains[: stage + 1]) for stage in range(len(trains))),
-        sends=tuple(any(trains[:stage]) for stage in range(len(trains))),
-    )
+    before = [any(trains[:stage]) for stage in range(len(trains) + 1)]
+    return GradFlow(computes=tuple(before[1:]), sends=tuple(before[:-1]))
 
 
 def drop_dead_backward(orders: Sequence[Sequence[Action]], flow: GradFlow) -> list[list[Action]]:
@@ -141,9 +138,6 @@ def add_transfers(
     orders: Sequence[Sequence[Action]], rank_of_stage: Sequence[int], flow: GradFlow | None = None
 ) -> list[Plan]:
     """Put sends behind the passes that make a tensor, and receives opposite on the other rank.
-
-    Args:
-        flow: None where no backward passes are.
 
     Raises:
         UserError: the orders wait for each other in a circle.

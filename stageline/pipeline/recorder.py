@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -53,8 +54,7 @@ def stages_by_rank(spans: Sequence[TimelineEvent]) -> dict[int, list[int]]:
 
 def extent(spans: Sequence[TimelineEvent]) -> tuple[float, float]:
     """Return the first start and the last end; zeros for no spans."""
-    starts, ends = [span.start for span in spans], [span.end for span in spans]
-    return min(starts, default=0.0), max(ends, default=0.0)
+    return min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=0.0)
 
 
 def busy_seconds(events: Sequence[TimelineEvent], rank: int) -> float:
@@ -63,10 +63,7 @@ def busy_seconds(events: Sequence[TimelineEvent], rank: int) -> float:
 
 
 def split_waits(events: Sequence[TimelineEvent]) -> list[TimelineEvent]:
-    """Cut each wait where the pass that makes the tensor ended: what is left is the transfer.
-
-    Ranks began the clock together. A wait whose pass was not recorded stays as it is.
-    """
+    """Cut each wait where the pass that makes the tensor ended: what is left is the transfer."""
     passes = [event for event in events if event.kind not in WAITS]
     made = {(e.stage, e.kind == "F", e.micro_batch): e.end for e in passes if e.kind != "W"}
     starts: dict[tuple[int, int], list[tuple[float, bool]]] = {}
@@ -91,8 +88,6 @@ def split_waits(events: Sequence[TimelineEvent]) -> list[TimelineEvent]:
 
 def bubble(events: Sequence[TimelineEvent]) -> float:
     """Return the share of all ranks' time, from first start to last end, without a pass."""
-    if not events:
-        return 0.0
     ranks, (start, end) = {event.rank for event in events}, extent(events)
     busy = sum(busy_seconds(events, rank) for rank in ranks)
     return 1.0 - busy / (len(ranks) * (end - start)) if end > start else 0.0
@@ -106,10 +101,10 @@ def describe_timeline(
     Args:
         ideal: the same passes with nothing to wait for but each other; None: not known.
     """
-    told = [measured, ideal] if ideal else [measured]
-    shares = [
-        f"{100 * bubble(one):.1f} % of {extent(one)[1] - extent(one)[0]:.3f} s" for one in told
-    ]
+    shares = []
+    for one in [measured, ideal] if ideal else [measured]:
+        start, end = extent(one)
+        shares.append(f"{100 * bubble(one):.1f} % of {end - start:.3f} s")
     lines = [f"bubble {'; ideal with these pass times: '.join(shares)}"]
     for rank, stages in stages_by_rank(measured).items():
         own = [event for event in measured if event.rank == rank]
@@ -129,11 +124,10 @@ def describe_timeline(
     if len(seconds) > 1 and any(seconds.values()):
         slowest, fastest = (find(seconds, key=seconds.__getitem__) for find in (max, min))
         excess = seconds[slowest] * len(seconds) / sum(seconds.values()) - 1.0
-        line = f"stage {slowest} is the slowest, only {100 * excess:.0f} % above the mean"
-        if excess > EVEN:
-            advice = spelled(f"if it has several layers, move one to stage {fastest} (`partition`)")
-            line = f"stage {slowest} is the slowest, {100 * excess:.0f} % above the mean: {advice}"
-        lines.append(line)
+        advice = spelled(f": if it has several layers, move one to stage {fastest} (`partition`)")
+        above = f"{100 * excess:.0f} % above the mean"
+        above = above + advice if excess > EVEN else f"only {above}"
+        lines.append(f"stage {slowest} is the slowest, {above}")
     return "\n".join(lines)
 
 
@@ -147,8 +141,7 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device, *, rank: int) -> None:
-        self.device = device
-        self.rank = rank
+        self.device, self.rank = device, rank
         self._spans: list[tuple[Action, str, Mark, Mark]] = []
         self._zero: Mark = 0.0
 
@@ -168,17 +161,12 @@ class Recorder:
     def events(self) -> list[TimelineEvent]:
         """Return all spans since `start`."""
         synchronize(self.device)
-        return [
-            TimelineEvent(
-                self.rank,
-                action.stage,
-                kind,
-                action.micro_batch,
-                self._seconds(begin),
-                self._seconds(end),
-            )
-            for action, kind, begin, end in self._spans
-        ]
+        found = []
+        for action, kind, *marks in self._spans:
+            begin, end = map(self._seconds, marks)
+            name = (self.rank, action.stage, kind, action.micro_batch)
+            found.append(TimelineEvent(*name, begin, end))
+        return found
 
     @contextmanager
     def _during(self, action: Action, kind: str) -> Iterator[None]:
@@ -194,12 +182,8 @@ class Recorder:
         return event
 
     def _seconds(self, mark: Mark) -> float:
-        zero = self._zero
-        if isinstance(mark, float):
-            assert isinstance(zero, float)  # a device has marks of one kind
-            return mark - zero
-        assert not isinstance(zero, float)
-        return zero.elapsed_time(mark) / 1000
+        zero: Any = self._zero  # a device has marks of one kind
+        return mark - zero if isinstance(mark, float) else zero.elapsed_time(mark) / 1000
 
 
 class _NoRecorder(Recorder):

@@ -37,8 +37,7 @@ MOST_UNSENT_ON_GLOO = 4
 class LocalStages:
     """One or several stage models of a rank, in the order of the model.
 
-    A weight that two of them hold under one name (embedding and head, where first and last stage
-    share a rank) becomes one tensor.
+    A weight that two of them hold under one name (tied embedding and head) becomes one tensor.
     """
 
     def __init__(self, models: Stage | Sequence[Stage]) -> None:
@@ -65,21 +64,13 @@ class LocalStages:
     def indices(self) -> list[int]:
         return [model.stage for model in self.models]
 
-    @property
-    def training(self) -> bool:
-        return self.models[0].training
-
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters by name; a shared one once."""
-        named: dict[str, nn.Parameter] = {}
-        for model in self.models:
-            named.update(model.named_parameters())
-        return named
+        return {name: p for model in self.models for name, p in model.named_parameters()}
 
     def part_of(self, name: str) -> str | None:
         """The part of the model that a parameter belongs to; None: in no part, or not known."""
-        part_of = getattr(self.models[0], "part_of", None)  # by name, so any stage can tell
-        return None if part_of is None else part_of(name)
+        return getattr(self.models[0], "part_of", lambda name: None)(name)
 
     def train(self, mode: bool = True) -> None:
         for model in self.models:
@@ -103,10 +94,8 @@ class PipelineRunner:
         seed: of the random numbers of training steps; None: the generators are not seeded.
 
     Attributes:
-        local: this rank's stages.
         flow: which stages have a backward pass.
         seeds: is told which step begins; `step` ends it.
-        num_micro_batches: of the last step.
     """
 
     def __init__(
@@ -121,18 +110,20 @@ class PipelineRunner:
         channels: Channels | None = None,
     ) -> None:
         self.local = LocalStages(models)
-        self.device = device
-        self.group = group
+        self.device, self.group = device, group
         self.pp_rank = dist.get_rank(group)
         if isinstance(schedule, str):
-            stages_per_rank = len(self.local.models) if len(self.local.models) > 1 else None
-            num_ranks = dist.get_world_size(group)
-            schedule = make_schedule(schedule, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
+            count = len(self.local.models)
+            schedule = make_schedule(
+                schedule,
+                num_ranks=dist.get_world_size(group),
+                stages_per_rank=count if count > 1 else None,
+            )
         self.schedule = schedule
         if self.local.indices != (placed := schedule.stages_of(self.pp_rank)):
             raise UserError(
                 f"rank {self.pp_rank} was given stages {self.local.indices}, `schedule` "
-                f"{schedule.name} places {placed} there: build those."
+                f"{schedule.name} places {placed} there. Build those."
             )
         self.seeds = LayerSeeds(self.local, seed=seed, devices=[device])
         pairs = [pair for pair in self.schedule.pairs if self.pp_rank in pair]
@@ -152,12 +143,11 @@ class PipelineRunner:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sent to others in the last step or evaluation, forward and back."""
+        """Bytes that this rank sent to others in the last step or evaluation."""
         return sum(stage.sent_bytes for stage in self.stages)
 
     @property
     def passes(self) -> dict[int, StagePasses]:
-        """This rank's stages with their passes."""
         return {stage.stage_index: stage.passes for stage in self.stages}
 
     @property
@@ -179,9 +169,6 @@ class PipelineRunner:
         recorder: Recorder = NO_RECORDER,
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches; gradients add up in `.grad`.
-
-        Args:
-            loss_fn: (output of the last stage, micro-batch) -> its share of the loss.
 
         Returns:
             The summed loss, a scalar in float32; zero where the last stage is not.
@@ -209,17 +196,13 @@ class PipelineRunner:
         on_output: Callable[[Output, MicroBatch], None],
         recorder: Recorder = NO_RECORDER,
     ) -> None:
-        """Forward only, any number of micro-batches; no graph and no output is kept.
-
-        Args:
-            on_output: called where the last stage is, with its output for each micro-batch.
-        """
+        """Forward only; `on_output` gets each output where the last stage is. Nothing is kept."""
 
         def take(output: Output, batch: MicroBatch) -> tuple[()]:
             on_output(output, batch)
             return ()
 
-        was_training = self.local.training
+        was_training = self.local.models[0].training
         self.local.train(False)
         try:
             runtime = self._runtime(len(micro_batches), has_backward=False)
@@ -237,27 +220,17 @@ class PipelineRunner:
                 orders = forward_orders(rank_of_stage, num_micro_batches)
                 plan = add_transfers(orders, rank_of_stage)[self.pp_rank]
             self._runtimes[key] = PlanRuntime(
-                self.stages,
-                plan,
-                rank_of_stage=rank_of_stage,
-                num_micro_batches=num_micro_batches,
+                self.stages, plan, rank_of_stage=rank_of_stage, num_micro_batches=num_micro_batches
             )
         return self._runtimes[key]
 
     def _plan(self, num_micro_batches: int) -> Plan:
-        """Return the plan of this rank for a training step."""
         orders = drop_dead_backward(self.schedule.orders(num_micro_batches), self.flow)
         return add_transfers(orders, self.schedule.rank_of_stage, self.flow)[self.pp_rank]
 
 
 class TorchPipelineRunner(PipelineRunner):
-    """Runs training steps with PyTorch's schedule class: its order, transfers and communicator.
-
-    Evaluation is that of `PipelineRunner`.
-
-    Raises:
-        UserError: PyTorch has no class for the schedule.
-    """
+    """Runs training steps with PyTorch's schedule class: its order, transfers and communicator."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

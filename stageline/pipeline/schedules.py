@@ -7,7 +7,7 @@ other. Loads no model, moves no tensor.
 import csv
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -81,7 +81,6 @@ class Schedule:
     """A schedule for given numbers of ranks and stages.
 
     Attributes:
-        rank_of_stage: the rank of the pipeline that holds each stage.
         written: the orders of a schedule that came from a file; None: they follow from the kind.
     """
 
@@ -100,12 +99,10 @@ class Schedule:
 
     @property
     def last_stage_rank(self) -> int:
-        """The rank of the pipeline that holds the last stage, where the losses are."""
         return self.rank_of_stage[-1]
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart."""
         return self.kind.splits_backward
 
     @property
@@ -115,7 +112,6 @@ class Schedule:
         return sorted({*borders, *((there, here) for here, there in borders)})
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank of the pipeline holds, in the order of the model."""
         return [stage for stage, holder in enumerate(self.rank_of_stage) if holder == rank]
 
     def legal_micro_batches(self, count: int) -> int:
@@ -133,11 +129,7 @@ class Schedule:
     ) -> None:
         """Refuse a number of micro-batches that this schedule cannot run.
 
-        Args:
-            micro_batch_size, accumulate_steps: of the run, for the advice.
-
-        Raises:
-            UserError: with the next batch size that it can run.
+        The error gives the next batch size that can, by the micro-batch size and the accumulation.
         """
         count = num_micro_batches
         legal = self.legal_micro_batches(count)
@@ -160,7 +152,7 @@ class Schedule:
             f"{count} micro-batches (`batch_size` x `accumulate_steps` / `micro_batch_size`) can't "
             f"fill `schedule` {self.name} on {self.num_ranks} ranks with {self.num_stages} stages: "
             f"{reason}. Set `batch_size` to {batch_size}, which makes "
-            f"{round(batch_size * per_batch)}, or choose `schedule` gpipe, which runs any number."
+            f"{round(batch_size * per_batch)}, or choose `schedule` gpipe."
         )
 
     def orders(self, num_micro_batches: int) -> Orders:
@@ -180,22 +172,16 @@ class Schedule:
                     made[-1] += forwards[warm_up + index : warm_up + index + 1]
             return made
         assert self.kind.torch_name is not None
-        stages_per_rank = self.num_stages // self.num_ranks
-        orders = _torch_orders(
-            self.kind.torch_name, self.num_ranks, stages_per_rank, num_micro_batches
-        )
+        per_rank = self.num_stages // self.num_ranks
+        orders = _torch_orders(self.kind.torch_name, self.num_ranks, per_rank, num_micro_batches)
         return [list(order) for order in orders]
 
 
 def make_schedule(name: str, *, num_ranks: int, stages_per_rank: int | None = None) -> Schedule:
-    """Look a schedule up, or read it from a file.
+    """Look a schedule up, a key of `SCHEDULES`, or read it from a CSV file.
 
     Args:
-        name: a key of `SCHEDULES`, or the path of a CSV file.
         stages_per_rank: None takes 1, or 2 for the schedules that need several.
-
-    Raises:
-        UserError: unknown name, or a number of stages that the schedule cannot have.
     """
     if name.endswith(".csv"):
         return read_schedule(name, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
@@ -210,8 +196,7 @@ def make_schedule(name: str, *, num_ranks: int, stages_per_rank: int | None = No
     if stages_per_rank < least or (most and stages_per_rank > most):
         raise UserError(
             f"`schedule` {name} has {f'exactly {most}' if most else '2 or more'} stages on each "
-            f"rank, not `stages_per_rank` {stages_per_rank}. Change one of them (several stages: "
-            f"{', '.join(key for key, other in SCHEDULES.items() if other.is_multi)})."
+            f"rank, not `stages_per_rank` {stages_per_rank}. Change one of them."
         )
     placement = [stage % num_ranks for stage in range(num_ranks * stages_per_rank)]
     if kind.is_v:
@@ -234,12 +219,10 @@ def read_schedule(
     Empty cells, and the transfers that torch writes into a file, are passed over.
 
     Args:
-        name: path of a CSV file.
         num_ranks, stages_per_rank: of the run; None: as the file has it.
 
     Raises:
-        UserError: with file and row; a pass that is missing, twice there, on two ranks, or that
-            waits for one behind it; or the file is for another number of ranks or stages.
+        UserError: with file and row.
     """
     path = Path(name)
     if not path.is_file():
@@ -267,14 +250,11 @@ def read_schedule(
                         f"{path}, row {rank + 1}: {text!r} is not an action. Write stage, F, B, I "
                         "or W, and micro-batch, such as 0F0."
                     )
-    if not holders:
-        raise UserError(f"`schedule` {path} holds no action. Write cells such as 0F0, 0B0.")
-    if missing := set(range(max(holders) + 1)) - set(holders):
+    if missing := set(range(max(holders, default=0) + 1)) - set(holders):
         raise UserError(f"{path} has no action of stage {min(missing)}. Add its passes.")
-    splits_backward = any(a.kind == Kind.WEIGHT_GRAD for order in orders for a in order)
-    kind = ScheduleKind(splits_backward=splits_backward)
-    schedule = Schedule(name, tuple(holders[stage] for stage in sorted(holders)), kind, orders)
     counts = Counter(action for order in orders for action in order)
+    kind = ScheduleKind(splits_backward=any(a.kind == Kind.WEIGHT_GRAD for a in counts))
+    schedule = Schedule(name, tuple(holders[stage] for stage in sorted(holders)), kind, orders)
     for stage in range(schedule.num_stages):
         for micro_batch in range(schedule.legal_micro_batches(1)):
             found = "".join(kind.value * counts[Action(stage, kind, micro_batch)] for kind in Kind)
@@ -283,15 +263,12 @@ def read_schedule(
                     f"{path}: stage {stage} does {found or 'nothing'} with micro-batch "
                     f"{micro_batch}. Give F and B, or F, I and W, once each."
                 )
-    if num_ranks not in (None, len(orders)):
+    is_other = stages_per_rank and stages_per_rank * len(orders) != schedule.num_stages
+    if num_ranks not in (None, len(orders)) or is_other:
         raise UserError(
-            f"`schedule` {name} has rows for {len(orders)} ranks, the run has {num_ranks}. Change "
-            "`num_stages` or the file."
-        )
-    if stages_per_rank and stages_per_rank * len(orders) != schedule.num_stages:
-        raise UserError(
-            f"`schedule` {name} has {schedule.num_stages} stages on {len(orders)} ranks, not "
-            f"`stages_per_rank` {stages_per_rank}. Drop the option or change the file."
+            f"`schedule` {name} has {schedule.num_stages} stages and rows for {len(orders)} ranks, "
+            f"the run has {num_ranks or len(orders)} ranks and `stages_per_rank` "
+            f"{stages_per_rank}. Change these options or the file."
         )
     return schedule
 
@@ -306,19 +283,10 @@ def _torch_orders(
         num_stages=num_ranks * stages_per_rank, group_size=num_ranks, group_rank=0, submod=None
     )
     made: Any = get_schedule_class(torch_name)([stage] * stages_per_rank, num_micro_batches)
-    return tuple(tuple(_compute_actions(made.pipeline_order[rank])) for rank in range(num_ranks))
-
-
-def _compute_actions(actions: Sequence[object]) -> list[Action]:
-    found: list[Action] = []
-    for action in actions:
-        if action is None:
-            continue
-        inner = getattr(action, "sub_actions", None)
-        if inner:
-            found += _compute_actions(inner)
-            continue
-        parsed = parse_action(str(action))
-        if parsed is not None:  # else a reduction of gradients: the training step does that
-            found.append(parsed)
-    return found
+    orders = []
+    for rank in range(num_ranks):
+        actions = made.pipeline_order[rank]
+        flat = [part for one in actions for part in getattr(one, "sub_actions", None) or (one,)]
+        # others are reductions of gradients, which the training step does
+        orders.append(tuple(action for part in flat if (action := parse_action(str(part)))))
+    return tuple(orders)

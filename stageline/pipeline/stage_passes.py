@@ -16,6 +16,8 @@ from stageline.modules.layer_seeds import NO_SEEDS, LayerSeeds
 from stageline.pipeline.plan import Kind
 from stageline.stage import Stage
 
+Tensors = tuple[torch.Tensor, ...]
+MicroBatch = dict[str, torch.Tensor]
 PROBE = (2, 8)  # rows and tokens of an example
 
 
@@ -38,16 +40,14 @@ def batch_output(model: Stage, batch: dict[str, torch.Tensor]) -> tuple[torch.Te
     return model.get_example_output(*batch["input_ids"].shape)
 
 
-_METHODS = ("get_example_input", "get_example_output", "parts", "forward")
-_ATTRIBUTES = ("stage", "num_stages", "is_first", "is_last")
+_CONTRACT = "get_example_input get_example_output parts stage num_stages is_first is_last".split()
 
 
 def check_stage(made: object, *, part: Callable[..., Any]) -> Any:
     """Return the stage model in what a train_model part returned.
 
     Raises:
-        ContractError: it is not (model, processor, id), or the model is not a stage, or its example
-            inputs are not usable.
+        ContractError: it is not (model, processor, id), or the model is not a stage.
     """
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
         raise broken(
@@ -58,64 +58,44 @@ def check_stage(made: object, *, part: Callable[..., Any]) -> Any:
             cure="return (model, processor, pad_token_id), as MyStage.build(**kwargs) does",
         )
     model: Any = made[0]
-    lacks = [name for name in _METHODS if not callable(getattr(model, name, None))]
-    lacks += [name for name in _ATTRIBUTES if not hasattr(model, name)]
-    if lacks:
+    if lacks := [name for name in _CONTRACT if not hasattr(model, name)]:
         cure = "subclass StageModel of pp_models (docs/add_a_model.md)"
         raise _of_stage(model, f"has no {', '.join(lacks)}", cure)
     try:
-        examples = [(model.stage, model.get_example_input(*PROBE))]
-        if not model.is_last:
-            examples.append((model.stage + 1, model.get_example_output(*PROBE)))
+        takes = model.get_example_input(*PROBE)
     except (AttributeError, NotImplementedError, TypeError) as error:
         raise _of_stage(
             model,
             f"cannot say what it receives ({type(error).__name__}: {error})",
             "define get_example_input, which StageModel reads from hidden_size of the config",
         ) from error
-    for stage, tensors in examples:
-        problem = None
-        is_sequence = isinstance(tensors, tuple | list) and tensors
-        if not is_sequence or not all(isinstance(value, torch.Tensor) for value in tensors):
-            problem = shown(tensors)
-        elif stage == 0:
-            if tuple(tensors[0].shape) != PROBE or tensors[0].is_floating_point():
-                problem = f"{shown(tensors[0])}, which are no token ids"
-        elif others := [value for value in tensors if not value.is_floating_point()]:
-            problem = f"{shown(others[0])}, and only floats travel"
-        if problem is not None:
-            raise _of_stage(
-                model,
-                f"said of the input of stage {stage}: {problem}",
-                f"return tensors for {PROBE[0]} rows of {PROBE[1]} tokens from get_example_input",
-            )
+    is_sequence = isinstance(takes, tuple | list) and takes
+    if not is_sequence or not all(isinstance(value, torch.Tensor) for value in takes):
+        raise _of_stage(
+            model,
+            f"said of the input of stage {model.stage}: {shown(takes)}",
+            f"return tensors for {PROBE[0]} rows of {PROBE[1]} tokens from get_example_input",
+        )
     ids = torch.zeros(1, 1, dtype=torch.long)
-    _check_call(model, examples[0][1], {"input_ids": ids, "attention_mask": ids})
+    _check_call(model, takes, {"input_ids": ids, "attention_mask": ids})
     return model
 
 
 def run_stage(
     model: nn.Module, inputs: Sequence[torch.Tensor], batch: Mapping[str, torch.Tensor]
 ) -> Any:
-    """Return the output of a forward pass.
-
-    Raises:
-        ContractError: the stage takes other arguments, or returns something else than tensors.
-    """
+    """Return the output of a forward pass; a ContractError where it is not what comes out."""
     try:
         output = model(*inputs, **batch)
     except TypeError:
         _check_call(model, inputs, batch)
         raise  # a mistake inside, which its traceback tells
     values = output if isinstance(output, tuple) else (output,)
-    is_last = getattr(model, "is_last", False)
-    most = 2 if is_last else len(values)
-    if not (0 < len(values) <= most and all(isinstance(value, torch.Tensor) for value in values)):
-        wanted = "logits, or (logits, extra loss)" if is_last else "hidden states, or a tuple"
-        cure = f"return {wanted}: take output.logits or output.last_hidden_state"
+    if not values or not all(isinstance(value, torch.Tensor) for value in values):
+        cure = "return a tensor or a tuple: take output.logits or output.last_hidden_state"
         raise _of_stage(model, f"returned {shown(output)} from forward", cure)
     ids = batch.get("input_ids")
-    if is_last and ids is not None and values[0].shape[:2] != ids.shape:
+    if getattr(model, "is_last", False) and ids is not None and values[0].shape[:2] != ids.shape:
         came = f"{shown(values[0])} as logits of {len(ids)} rows of {ids.shape[1]} tokens"
         raise _of_stage(model, f"returned {came}", "return [rows, tokens, vocabulary]")
     return output
@@ -136,34 +116,19 @@ def _check_call(
 def check_border(
     model: Stage, came: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], index: int
 ) -> None:
-    """Refuse an output that is not what the next stage expects: it would hang, or read garbage.
-
-    Args:
-        expected: on meta.
-        index: of the micro-batch.
-
-    Raises:
-        ContractError: number, shape or dtype differs.
-    """
+    """Refuse an output that is not what the next stage expects: it would hang, or read garbage."""
     found = [(tuple(value.shape), value.dtype) for value in came]
     wanted = [(tuple(value.shape), value.dtype) for value in expected]
     if found != wanted:
-        raise _of_stage(
-            model,
-            f"made {found} of micro-batch {index}, stage {model.stage + 1} expects {wanted}",
-            "get_example_input has to give the true shape and dtype of what the stage before "
-            "returns, extras included; in half precision self.dtype",
-        )
+        made = f"made {found} of micro-batch {index}, stage {model.stage + 1} expects {wanted}"
+        cure = "correct get_example_input, extras included; in half precision it has self.dtype"
+        raise _of_stage(model, made, cure)
 
 
 def _of_stage(model: Any, came: str, cure: str) -> UserError:
     came = f"of stage {getattr(model, 'stage', '?')} {came}"
     why = "Ranks compute what travels between stages from the contract"
     return broken("stage model", type(model), came, why=why, cure=cure)
-
-
-Tensors = tuple[torch.Tensor, ...]
-MicroBatch = dict[str, torch.Tensor]
 
 
 # the output of the last stage -> its loss, or () where it is only read
@@ -180,7 +145,6 @@ class StagePasses:
         computes_grad: something trains in this stage or before it; else no graph is made.
         sends_grad: something trains before it.
         saving: entered around each forward pass that keeps a graph.
-        seeds: of the random numbers of a forward pass.
 
     Attributes:
         after_weights: called with the model after each pass for only the weights, whose end
@@ -197,18 +161,9 @@ class StagePasses:
     _weight_work: dict[int, list[dict]] = field(default_factory=dict, init=False)
 
     def forward(
-        self,
-        index: int,
-        inputs: Tensors,
-        batch: MicroBatch,
-        *,
-        loss_of: LossOf | None = None,
+        self, index: int, inputs: Tensors, batch: MicroBatch, *, loss_of: LossOf | None = None
     ) -> Tensors:
-        """Run micro-batch `index`.
-
-        Args:
-            inputs: token ids on the first stage, else what the stage before returned.
-            batch: what the model's forward takes besides.
+        """Run micro-batch `index` on token ids, or on what the stage before returned.
 
         Returns:
             What goes on to the next stage, cut off from the graph; on the last stage the loss.
@@ -235,7 +190,6 @@ class StagePasses:
         """Run one backward pass of micro-batch `index`.
 
         Args:
-            kind: BACKWARD, INPUT_GRAD or WEIGHT_GRAD.
             grads: of the outputs; None on the last stage and for WEIGHT_GRAD.
 
         Returns:
@@ -280,20 +234,20 @@ class StagePasses:
             if value.is_floating_point()
         )
 
+    def _weights(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
     def clear(self) -> None:
         self._kept.clear()
         self._weight_work.clear()
-
-    def _weights(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
 
 
 @functools.cache
 def torch_splits_backward() -> bool:
     """Return whether torch's split backward pass gives the gradients of an ordinary one.
 
-    In torch 2.11 it counts a weight that is used twice too often, and fails where an input has no
-    effect on the loss. Such a torch runs the whole backward pass in the place of its first half.
+    In torch 2.11 it counts a weight that is used twice too often: the whole backward pass runs
+    in the place of its first half.
     """
 
     def run(backward: Callable) -> list[torch.Tensor | None]:
@@ -315,13 +269,4 @@ def torch_splits_backward() -> bool:
 
 def model_inputs(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
     """Return what a model takes of a micro-batch: all but labels and what begins with loss_."""
-    return {
-        name: value
-        for name, value in batch.items()
-        if name != "labels" and not name.startswith("loss_")
-    }
-
-
-def copy_metas(metas: Sequence[torch.Tensor], device: torch.device) -> Tensors:
-    """Return empty tensors of given shapes and dtypes."""
-    return tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in metas)
+    return {n: value for n, value in batch.items() if n != "labels" and not n.startswith("loss_")}

@@ -24,7 +24,6 @@ class Topology:
 
     @property
     def num_ranks(self) -> int:
-        """Processes of one pipeline."""
         return self.schedule.num_ranks
 
     @property
@@ -43,13 +42,7 @@ def resolve_topology(
     """Fill in what was left open.
 
     Args:
-        num_stages: all stages of the model; None: as many as the processes hold.
-        stages_per_rank: None: what the schedule asks for at least.
-        dp_degree: None: as many replicas as the processes make.
         world_size: processes that were started already; None: they will be started as needed.
-
-    Raises:
-        UserError: numbers that do not fit each other.
     """
     if schedule.endswith(".csv"):
         made = read_schedule(schedule, stages_per_rank=stages_per_rank)
@@ -66,8 +59,8 @@ def resolve_topology(
             below = num_stages // per_rank * per_rank
             raise UserError(
                 f"`num_stages` {num_stages} can't be spread over ranks of {per_rank} stages "
-                f"(`schedule` {schedule}, `stages_per_rank`). Set `num_stages` to "
-                f"{' or '.join(str(n) for n in (below, below + per_rank) if n)}."
+                f"(`schedule` {schedule}). Set `num_stages` to {below or per_rank} or "
+                f"{below + per_rank}."
             )
         num_ranks = num_stages // per_rank
         made = make_schedule(schedule, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
@@ -76,9 +69,8 @@ def resolve_topology(
     if world_size not in (None, made.num_ranks * dp_degree):
         raise UserError(
             f"{world_size} processes were started, the run has {made.num_ranks * dp_degree}: "
-            f"{made.num_ranks} ranks ({made.num_stages} stages by `schedule` {made.name}) x "
-            f"{dp_degree} replicas (`dp_degree`). Set `num_stages`, `dp_degree` or torchrun "
-            "--nproc-per-node accordingly."
+            f"{made.num_ranks} ranks x {dp_degree} replicas. Set `num_stages`, `dp_degree` or "
+            "torchrun --nproc-per-node accordingly."
         )
     return Topology(made, dp_degree)
 
@@ -91,22 +83,11 @@ def uniform_partition(
     Args:
         visual_gpu_ratio: how many stages' worth of work a vision tower on stage 0 is; stage 0
             counts as `1 - ratio` of a stage, from 1 on as none. Each stage has at least one layer.
-
-    Returns:
-        Layers per stage; the sum is `num_layers` and no entry is 0.
-
-    Raises:
-        UserError: more stages than layers, or a negative ratio.
     """
     if num_stages > num_layers:
         raise UserError(
             f"{num_layers} layers can't fill {num_stages} stages. Set `num_stages` to {num_layers} "
             "or less."
-        )
-    if visual_gpu_ratio < 0:
-        raise UserError(
-            f"`visual_gpu_ratio` {visual_gpu_ratio} is negative. Give the vision tower's share of "
-            "a stage, or 0."
         )
     capacities = [max(0.0, 1.0 - visual_gpu_ratio)] + [1.0] * (num_stages - 1)
     total = sum(capacities)
@@ -138,21 +119,13 @@ def no_tower(option: str, value: object, model_type: str) -> UserError:
 def explicit_partition(
     counts: list[int], *, num_layers: int, num_stages: int, least: int = 1
 ) -> list[int]:
-    """Check layer counts that the user gave, such as `partition 8,8,7,9`.
-
-    Args:
-        least: layers of a stage; 0 for the pieces that the planner measures.
-    """
-    shown = ",".join(str(count) for count in counts)
-    if len(counts) != num_stages:
+    """Check layer counts such as `partition 8,8,7,9`; `least` is 0 for pieces of the planner."""
+    if len(counts) != num_stages or min(counts) < least or sum(counts) != num_layers:
+        shown = ",".join(map(str, counts))
         raise UserError(
-            f"`partition` {shown} names {len(counts)} stages, the run has {num_stages}. Give one "
-            "count a stage or change `num_stages`."
-        )
-    if min(counts) < least or sum(counts) != num_layers:
-        raise UserError(
-            f"`partition` {shown} sums to {sum(counts)}, the model has {num_layers} layers. Give "
-            "counts of at least 1 with that sum."
+            f"`partition` {shown} names {len(counts)} stages, the run has {num_stages}; {shown} "
+            f"sums to {sum(counts)}, the model has {num_layers} layers. Give one count a stage, "
+            "each at least 1, with that sum."
         )
     return list(counts)
 
@@ -166,21 +139,12 @@ def stage_layers(
     visual_gpu_ratio: float = 0.0,
     least: int = 1,
 ) -> list[int]:
-    """Return the layers of each stage: as given, or evenly.
-
-    Args:
-        counts: of the stages behind those of a vision tower, which have none.
-        vision_stages: how many stages the tower has for itself.
-        least: as in `explicit_partition`.
-
-    Raises:
-        UserError: the counts do not fit, or no stage is left for the layers.
-    """
+    """Return the layers of each stage, as given or evenly; those of a vision tower have none."""
     rest = num_stages - vision_stages
     if rest < 1:
         raise UserError(
             f"`vision_stages` {vision_stages} of {num_stages} stages leaves none for the decoder. "
-            f"Use `num_stages` {vision_stages + 1} or more, or fewer `vision_stages`."
+            f"Use `num_stages` {vision_stages + 1} or more."
         )
     if counts is None:
         counts = uniform_partition(num_layers, rest, visual_gpu_ratio=visual_gpu_ratio)

@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from stageline.errors import UserError
-from stageline.pipeline.plan import Action, Kind, Plan, Transfer
+from stageline.pipeline.plan import Action, Kind, Plan
 from stageline.pipeline.recorder import Recorder
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import MicroBatch
@@ -26,13 +26,7 @@ from stageline.pipeline.torch_stage import Sends, StagelineStage, TorchSchedule,
 
 
 class PlanRuntime(_PipelineScheduleRuntime):
-    """A schedule of PyTorch that executes a plan.
-
-    Args:
-        stages: of this rank.
-        plan: of this rank.
-        rank_of_stage: the rank of the pipeline that holds each stage.
-    """
+    """A schedule of PyTorch that executes the plan of this rank."""
 
     def __init__(
         self,
@@ -48,10 +42,15 @@ class PlanRuntime(_PipelineScheduleRuntime):
         self.stage_of = {stage.stage_index: stage for stage in stages}
         # a send follows the pass that makes its tensor, so `_compute` starts it: every action of
         # PyTorch's loop costs its profiler's ranges, torch 2.15 has a third one per transfer
-        order = [item for item in plan if isinstance(item, Action) or not item.is_send]
-        self.pipeline_order_with_comms = {self.rank: [_action(item) for item in order]}
-        for kind in Kind:
-            self.register_custom_function(_ComputationType(kind.value), self._compute)
+        order = []
+        for item in plan:
+            if isinstance(item, Action) or not item.is_send:
+                receive = "RECV_B" if getattr(item, "is_grad", False) else "RECV_F"
+                kind = _ComputationType(getattr(item, "kind", receive))
+                order.append(_Action(item.stage, kind, item.micro_batch))
+        self.pipeline_order_with_comms = {self.rank: order}
+        for own in Kind:
+            self.register_custom_function(_ComputationType(own.value), self._compute)
 
     def run(
         self,
@@ -107,22 +106,10 @@ class PlanRuntime(_PipelineScheduleRuntime):
         """Do nothing: the channels are open, and shapes come from each batch."""
 
 
-def _action(item: Action | Transfer) -> _Action:
-    if isinstance(item, Action):
-        name = item.kind.value
-    else:
-        name = "RECV_B" if item.is_grad else "RECV_F"
-    return _Action(item.stage, _ComputationType(name), item.micro_batch)
-
-
 def torch_schedule(
     schedule: Schedule, stages: Sequence[StagelineStage], num_micro_batches: int
 ) -> TorchSchedule:
-    """Return PyTorch's own class for a schedule.
-
-    Raises:
-        UserError: it has none.
-    """
+    """Return PyTorch's own class for a schedule."""
     if schedule.written is not None:
         made = _PipelineScheduleRuntime(list(stages), num_micro_batches, scale_grads=False)
         has_transfers = "SEND_" in Path(schedule.name).read_text(encoding="utf-8")
@@ -131,7 +118,7 @@ def torch_schedule(
     if schedule.kind.torch_name is None:
         raise UserError(
             f"`schedule` {schedule.name} is not one of PyTorch's, and this engine runs only those. "
-            "Use 1f1b, or remove the engine option: the default engine runs every schedule."
+            "Use 1f1b, or the default engine."
         )
     kind: Any = get_schedule_class(schedule.kind.torch_name)
     local = list(stages) if schedule.kind.is_multi else stages[0]

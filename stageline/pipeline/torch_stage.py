@@ -5,13 +5,11 @@ extra forward pass. Here each rank computes the shapes from its batch, so that e
 its own length, without a message and without an extra pass.
 """
 
-import functools
 import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -20,7 +18,6 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from stageline import progress
-from stageline.errors import UserError
 from stageline.modules.layer_seeds import NO_SEEDS, LayerSeeds
 from stageline.pipeline.plan import Action, GradFlow, Kind, grad_flow
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
@@ -32,7 +29,6 @@ from stageline.pipeline.stage_passes import (
     batch_input,
     batch_output,
     check_border,
-    copy_metas,
     model_inputs,
     trains,
 )
@@ -42,18 +38,12 @@ Channels = Mapping[tuple[int, int], dist.ProcessGroup]  # see `process_group.ope
 
 
 class DeviceBatches:
-    """Micro-batches, on the device from their first pass here to their last: pixels are large.
-
-    Args:
-        num_passes: forward passes of each micro-batch on this rank.
-    """
+    """Micro-batches, on the device from their first pass here to the last: pixels are large."""
 
     def __init__(
         self, batches: Sequence[MicroBatch], device: torch.device, num_passes: int = 1
     ) -> None:
-        self.batches = batches
-        self._device = device
-        self._num_passes = num_passes
+        self.batches, self._device, self._num_passes = batches, device, num_passes
         self._moved: dict[int, tuple[MicroBatch, int]] = {}
 
     def take(self, index: int) -> MicroBatch:
@@ -73,10 +63,9 @@ class DeviceBatches:
 class Sends:
     """Sends that are under way; each tensor is freed when it has arrived.
 
-    torch 2.13 keeps every sent tensor until the end of the step, torch 2.15 until the backward
-    pass of its micro-batch.
+    PyTorch keeps it until the end of the step, from torch 2.15 on until its backward pass.
 
-    Attributes:
+    Args:
         most_unsent: wait for the receiver when more than these are under way; None: never.
     """
 
@@ -86,13 +75,8 @@ class Sends:
 
     def start(self, ops: Sequence[dist.P2POp]) -> None:
         """Start sends and free tensors that have arrived."""
-        tensors = tuple(op.tensor for op in ops)
-        works = []
-        for op in ops:
-            work = dist.isend(op.tensor, op.peer, group=op.group)
-            assert work is not None  # None is for ranks outside of the group
-            works.append(work)
-        self._going.append((works, tensors))
+        works: Any = [dist.isend(op.tensor, op.peer, group=op.group) for op in ops]
+        self._going.append((works, tuple(op.tensor for op in ops)))
         while self._going and all(work.is_completed() for work in self._going[0][0]):
             self._going.popleft()
         if self.most_unsent is not None:
@@ -116,20 +100,15 @@ class StagelineStage(PipelineStage):
     stages under zero-bubble schedules.
 
     Args:
-        model: on `device`.
-        group: of the pipeline; None: all processes.
         flow: of all stages of the pipeline; None: each has a backward pass.
         saving: entered around each forward pass that keeps a graph.
-        seeds: settles what a forward pass draws at random.
         channels: (from, to) ranks -> what carries that direction where `sends` starts them. A
             schedule of PyTorch batches sends with receives, which must share `group`.
 
     Attributes:
-        micro_batches: of the step.
         sent_bytes: what the stage sent to other ranks in the step, forward and back.
         sends: starts sends at once; None: the schedule does.
         loss_of: (output, micro-batch) -> loss, on the last stage.
-        losses: what `loss_of` gave, in the order of the passes.
     """
 
     submod: Stage
@@ -177,45 +156,28 @@ class StagelineStage(PipelineStage):
         self._grads_made: dict[int, Tensors] = {}
         self._put_off: dict[int, Tensors | None] = {}  # gradients of passes in one piece
 
-    def begin(
-        self,
-        micro_batches: DeviceBatches,
-        recorder: Recorder,
-        *,
-        loss_of: Callable[[Any, MicroBatch], Any],
-        sends: Sends | None,
-    ) -> None:
-        """Take what the passes of a step are made on; see the attributes."""
-        self.clear_runtime_states()
-        self.micro_batches, self.recorder, self.loss_of = micro_batches, recorder, loss_of
-        self.sends, self.sent_bytes = sends, 0
-
-    # transfers
-
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of what a forward pass takes, into new memory of the micro-batch's shape."""
         if self.is_first:
             return []
         metas = batch_input(self.submod, self.micro_batches.batches[fwd_chunk_id])
-        self._came[fwd_chunk_id] = buffers = copy_metas(metas, self.device)
+        self._came[fwd_chunk_id] = buffers = self._empty(metas)
         return self._ops(dist.irecv, buffers, self.stage_index - 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of gradients; none where the stage behind has none."""
         if self.is_last or not self.flow.sends[self.stage_index + 1]:
             return []
         # a gradient has the shape of what the stage behind received; integers have none
-        metas = self._gives.pop(bwd_chunk_id)
-        metas = tuple(meta for meta in metas if meta.is_floating_point())
-        self._grads_came[bwd_chunk_id] = buffers = copy_metas(metas, self.device)
+        metas = [meta for meta in self._gives.pop(bwd_chunk_id) if meta.is_floating_point()]
+        self._grads_came[bwd_chunk_id] = buffers = self._empty(metas)
         return self._ops(dist.irecv, buffers, self.stage_index + 1)
 
+    def _empty(self, metas: Sequence[torch.Tensor]) -> Tensors:
+        return tuple(torch.empty(one.shape, dtype=one.dtype, device=self.device) for one in metas)
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The sends of what a forward pass made; none where `sends` started them."""
         return self._send(self._made.pop(fwd_chunk_id, ()), self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The sends of the gradients of what a forward pass took."""
         return self._send(self._grads_made.pop(bwd_chunk_id, ()), self.stage_index - 1)
 
     def _send(self, tensors: Tensors, stage: int) -> list[dist.P2POp]:
@@ -244,23 +206,16 @@ class StagelineStage(PipelineStage):
     def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
         """Nothing: what was sent is not kept here."""
 
-    # passing on to a stage of this rank
-
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Take the output of the stage before, on this rank."""
         self._came[mb_index] = prev_stage_outputs
 
     def get_local_bwd_output(self, mb_index: int) -> Tensors:
-        """The gradients for the stage before, on this rank."""
         return self._grads_made.pop(mb_index, ())
 
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
     ) -> None:
-        """Take the gradients of the stage behind, on this rank."""
         self._grads_came[mb_index] = next_stage_bwd_outputs  # type: ignore[assignment]
-
-    # passes
 
     def forward_one_chunk(
         self,
@@ -269,18 +224,13 @@ class StagelineStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Run a forward pass.
-
-        Returns:
-            The tensors for the next stage, detached; on the last stage the loss.
-
-        Raises:
-            ContractError: the model does not keep its contract.
-        """
+        """Return the tensors for the next stage, detached; on the last stage the loss."""
         index, model = fwd_chunk_id, self.submod
         batch = self.micro_batches.take(index)
         came = (batch["input_ids"],) if self.is_first else self._came.pop(index)
-        loss_of = functools.partial(self._loss, batch) if self.is_last else None
+        loss_fn = self.loss_of
+        assert loss_fn is not None  # `run_step` set it
+        loss_of = (lambda output: loss_fn(output, batch)) if self.is_last else None
         with self.recorder.span(Action(self.stage_index, Kind.FORWARD, index)):
             made = self.passes.forward(index, came, model_inputs(batch), loss_of=loss_of)
         if self.is_last:
@@ -299,17 +249,10 @@ class StagelineStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run a backward pass, or the half that the stage before waits for."""
-        kind = Kind.BACKWARD if full_backward else Kind.INPUT_GRAD
-        self._backward(bwd_chunk_id, kind)
+        self._backward(bwd_chunk_id, Kind.BACKWARD if full_backward else Kind.INPUT_GRAD)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run the weight-gradient half of a backward pass."""
         self._backward(bwd_chunk_id, Kind.WEIGHT_GRAD)
-
-    def _loss(self, batch: MicroBatch, output: Any) -> Any:
-        assert self.loss_of is not None
-        return self.loss_of(output, batch)
 
     def _backward(self, index: int, kind: Kind) -> None:
         if not self.passes.computes_grad:
@@ -331,9 +274,9 @@ class StagelineStage(PipelineStage):
         """Drop the state of a step, also of one that failed."""
         super().clear_runtime_states()
         self.passes.clear()
-        kept = (self._came, self._made, self._gives, self._grads_came, self._grads_made)
-        for tensors in (*kept, self._put_off):
-            tensors.clear()
+        for kept in (self._came, self._made, self._gives, self._grads_came, self._grads_made):
+            kept.clear()
+        self._put_off.clear()
         self.losses = []
 
     @classmethod
@@ -344,37 +287,11 @@ class StagelineStage(PipelineStage):
         group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> list[Self]:
-        """Build the stages of this rank; every rank of the pipeline calls this.
-
-        The ranks exchange once which stages train and what they receive and send.
-
-        Raises:
-            UserError: a stage receives something else than the stage before sends.
-        """
-
-        def shapes(tensors: Sequence[torch.Tensor]) -> list[str]:
-            return [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors]
-
-        own = [
-            (
-                model.stage,
-                trains(model),
-                shapes(model.get_example_input(*PROBE)),
-                shapes(model.get_example_output(*PROBE)),
-            )
-            for model in models
-        ]
-        gathered: list[list[tuple[int, bool, list[str], list[str]]]]
-        gathered = [[]] * dist.get_world_size(group)
+        """Build the stages of this rank; the ranks exchange once which stages train."""
+        own = [(model.stage, trains(model)) for model in models]
+        gathered: list[list[tuple[int, bool]]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(gathered, own, group=group)
-        stages = sorted(one for some in gathered for one in some)
-        for (before, _, _, sent), (behind, _, received, _) in pairwise(stages):
-            if sent != received:
-                raise UserError(
-                    f"stage {before} sends {sent}, and stage {behind} expects {received} for a "
-                    f"micro-batch of {PROBE}. Correct get_example_input of the stage model."
-                )
-        flow = grad_flow([does for _, does, _, _ in stages])
+        flow = grad_flow([does for _, does in sorted(one for some in gathered for one in some)])
         return [cls(model, device, group, flow=flow, **kwargs) for model in models]
 
 
@@ -391,9 +308,8 @@ def step_micro_batches(
     """Run one step of a schedule of torch on micro-batches, of which each has its own length.
 
     Args:
-        stages: those of the schedule; each rank has the same micro-batches.
-        micro_batches: as many as the schedule was made for. The schedule's loss_fn is called with
-            the output of the last stage and the micro-batch.
+        micro_batches: as many as the schedule was made for, on each rank the same. The schedule's
+            loss_fn is called with the output of the last stage and the micro-batch.
         losses: filled on the rank of the last stage, as by `schedule.step`.
     """
     loss_of, has_backward = schedule._loss_fn, schedule._has_backward
@@ -419,16 +335,14 @@ def run_step(
 ) -> list[torch.Tensor]:
     """Run a schedule whose last stage makes the loss by itself.
 
-    Args:
-        loss_of: (output of the last stage, micro-batch) -> its loss, or nothing.
-        sends: starts the sends; None: the schedule does.
-
     Returns:
         The losses, in the order of the passes; none but on the rank of the last stage.
     """
     batches = DeviceBatches(micro_batches, stages[0].device, len(stages))
     for stage in stages:
-        stage.begin(batches, recorder, loss_of=loss_of, sends=sends)
+        stage.clear_runtime_states()
+        stage.micro_batches, stage.recorder, stage.loss_of = batches, recorder, loss_of
+        stage.sends, stage.sent_bytes = sends, 0
     args: list = [()] * len(micro_batches)  # the stages have their micro-batches
     # PyTorch logs the schedule before an error, and the first line must name the cause
     _LOG.addFilter(_is_no_error)

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -507,12 +508,6 @@ class Workload:
     device: torch.device
     repeats: int = 5
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and tokens."""
-        rows, tokens = self.batch["input_ids"].shape
-        return rows, tokens
-
 
 def measure(
     outline: Outline, workload: Workload, *, run_class: "type[ItemRun] | None" = None
@@ -541,6 +536,7 @@ def measure(
         cost = found[item][0]
         return facts + replace(cost, forward=max(cost.forward - overhead.forward, 0.0))
 
+    rows, tokens = workload.batch["input_ids"].shape
     layers = zip(outline.kinds, outline.layers, strict=True)
     shared = max((found[kind + 1][1] for kind in outline.kinds), default=0)
     return replace(
@@ -552,7 +548,7 @@ def measure(
         border=border,
         hand_over=hand_over_seconds(border, on_cpu=workload.device.type == "cpu"),
         batch=tensor_bytes(iter(workload.batch.values())),
-        shape=workload.shape,
+        shape=(rows, tokens),
     )
 
 
@@ -761,7 +757,7 @@ def model_on_meta(
 
 
 def module_list(model: nn.Module, path: str) -> nn.ModuleList:
-    """The module at a path that `layers_path` or `blocks_path` gave."""
+    """The module at a path that `layers_path` gave."""
     return cast(nn.ModuleList, model.get_submodule(path))
 
 
@@ -786,25 +782,6 @@ def text_model_path(model: PreTrainedModel) -> str:
     """The module that has the token embeddings as its child."""
     names = {id(module): name for name, module in model.named_modules()}
     return names[id(model.get_input_embeddings())].rpartition(".")[0]
-
-
-def blocks_path(model: PreTrainedModel) -> str | None:
-    """Return the path of a vision tower's list of blocks; None where they must stay together.
-
-    Towers that join what several blocks made, Mllama's for instance, do so on one device.
-    """
-    config = model.config
-    joins = isinstance(getattr(config, "vision_feature_layer", None), list | tuple)
-    looks = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None)
-    if getattr(config, "vision_config", None) is None or joins or looks:
-        return None
-    text_model = text_model_path(model)
-    found = {
-        name: sum(parameter.numel() for parameter in blocks.parameters())
-        for name, blocks in model.named_modules()
-        if isinstance(blocks, nn.ModuleList) and not name.startswith(f"{text_model}.")
-    }
-    return max(found, key=found.__getitem__) if found else None
 
 
 META = torch.device("meta")
@@ -949,16 +926,8 @@ def on_meta(watch: PeakBytes, model: nn.Module) -> Iterator[None]:
 
 def layer_tensors(layer: object) -> list[torch.Tensor]:
     """Return the tensors of a layer of a cache, whatever its kind."""
-    found, waiting = [], [*vars(layer).values()]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, torch.Tensor) and value.dim() > 0:  # a scalar is a window's size
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            waiting += value
-        elif isinstance(value, dict):
-            waiting += value.values()
-    return found
+    leaves = pytree.tree_leaves(vars(layer))  # a scalar is a window's size
+    return [one for one in leaves if isinstance(one, torch.Tensor) and one.dim() > 0]
 
 
 def _inputs(model: PreTrainedModel, load: Load, image_tokens: int) -> dict[str, Any]:
@@ -1040,13 +1009,11 @@ class ModelBytes:
     Attributes:
         ends: embeddings, norms and head, and the choice of a token; a tied head counts once.
         tower: tower and projector, while they look at the images of all rows.
-        blocks: weights of each block of the tower, where it can be cut.
     """
 
     layers: tuple[Cost, ...]
     ends: Cost
     tower: Cost = Cost()
-    blocks: tuple[int, ...] = ()
 
     @property
     def weights(self) -> int:
@@ -1056,9 +1023,8 @@ class ModelBytes:
 
 def measure_model(model: PreTrainedModel, load: Load) -> ModelBytes:
     """Measure a model on the meta device; a config with quantised weights counts as such."""
-    path, text_path, tower = f"{layers_path(model)}.", text_model_path(model), blocks_path(model)
+    path, text_path = f"{layers_path(model)}.", text_model_path(model)
     weights = [0] * len(module_list(model, path[:-1]))
-    blocks = [0] * (len(module_list(model, tower)) if tower else 0)
     is_visual = getattr(model.config, "vision_config", None) is not None
     head = model.get_output_embeddings()
     ends = vision = 0
@@ -1070,8 +1036,6 @@ def measure_model(model: PreTrainedModel, load: Load) -> ModelBytes:
             ends += size
         else:
             vision += size
-            if tower and name.startswith(f"{tower}."):
-                blocks[int(name[len(tower) + 1 :].partition(".")[0])] += size
     try:
         layers = pass_bytes(model, load, image_tokens=load.images * _image_tokens(model, load))
     except Exception as error:
@@ -1090,7 +1054,6 @@ def measure_model(model: PreTrainedModel, load: Load) -> ModelBytes:
         tuple(replace(layer, weights=own) for layer, own in zip(layers, weights, strict=True)),
         ends=Cost(weights=ends, answering=choice),
         tower=Cost(weights=vision, answering=_vision_workspace(model, load)),
-        blocks=tuple(blocks),
     )
 
 
@@ -1110,17 +1073,6 @@ def _vision_workspace(model: PreTrainedModel, load: Load) -> int:
     config, count = getattr(model.config, "vision_config", None), load.rows * load.images
     if config is None or not count:
         return 0
-    if getattr(config, "image_size", None) is not None:
-        watch = PeakBytes(META)
-        try:
-            with on_meta(watch, model):
-                shape = (count, getattr(config, "num_channels", 3), *_pair(config.image_size))
-                pixels = torch.empty(shape, dtype=model.dtype)
-                held = (pixels, cast(Any, model).get_image_features(pixel_values=pixels))
-            del held
-            return watch.peak
-        except Exception:  # towers that take more than pixels, or sizes as values
-            pass
     # all that the linear layers of the widest block take and give, as if at once
     text_path = text_model_path(model)
     widths = [
@@ -1137,21 +1089,13 @@ def _pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
     return int(height), int(width)
 
 
-ROWS = 8  # rows that decode together, if not given; matters only for experts
-
-
-def decode_bytes(model: PreTrainedModel, *, num_rows: int = ROWS) -> tuple[list[float], float]:
+def decode_bytes(model: PreTrainedModel) -> tuple[list[int], int]:
     """Bytes of weights that a decode step reads: in each layer, and behind the layers."""
-    share = _expert_share(model.config.get_text_config(decoder=True), num_rows)
 
-    def read_bytes(module: nn.Module) -> float:
+    def read_bytes(module: nn.Module) -> int:
         """Return the bytes of all parameters but those that are looked up by row."""
-        total = 0.0
-        for name, child in module.named_modules():
-            if not isinstance(child, nn.Embedding):
-                own = share if "experts" in name.split(".") else 1.0
-                total += sum(p.nbytes * own for p in child._parameters.values() if p is not None)
-        return total
+        own = (child for child in module.modules() if not isinstance(child, nn.Embedding))
+        return sum(p.nbytes for child in own for p in child._parameters.values() if p is not None)
 
     path = layers_path(model)
     layers = [read_bytes(layer) for layer in module_list(model, path)]
@@ -1162,14 +1106,3 @@ def decode_bytes(model: PreTrainedModel, *, num_rows: int = ROWS) -> tuple[list[
     if head is not None:  # its weight may be that of the embeddings: here it is read
         back += sum(parameter.nbytes for parameter in head.parameters())
     return layers, back
-
-
-def _expert_share(config: PretrainedConfig, num_rows: int) -> float:
-    """The share of experts that at least one row chooses, if rows choose evenly."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    counts = [getattr(config, name, None) for name in names]
-    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
-    total = next((count for count in counts if isinstance(count, int) and count > 1), None)
-    if total is None or not isinstance(chosen, int):
-        return 1.0
-    return 1.0 - (1.0 - min(chosen, total) / total) ** num_rows

@@ -1,7 +1,7 @@
 """Place layers on stages: by bytes, or by seconds within each memory. Pure arithmetic.
 
 One dynamic programme, `smallest_maximum`, makes all partitions where the cost of a stage depends on
-its own layers only; `best_split` searches where it does not.
+its own layers only; `improved` moves single layers where it does not.
 """
 
 import itertools
@@ -16,17 +16,19 @@ from transformers import PretrainedConfig
 from stageline.errors import spelled
 from stageline.pipeline.schedules import SCHEDULES, Schedule, make_schedule
 from stageline.planner.estimate import (
-    ROWS,
     Cost,
     MemoryRules,
     ModelCosts,
     RankMemory,
     decode_bytes,
+    durations_of,
+    flow_of,
     memory_of,
     model_on_meta,
     most_in_flight,
+    rank_memory,
 )
-from stageline.planner.simulate import Expectation, expect, rank_seconds
+from stageline.planner.simulate import simulate
 
 StageCost = Callable[[int, int, int], float]  # (stage, first layer, last layer + 1)
 
@@ -79,65 +81,60 @@ def _best_chain(
     return best[num_layers]
 
 
-def every_split(num_layers: int, num_stages: int) -> Iterator[list[int]]:
-    """Yield all ways, with at least one layer a stage."""
-    for cuts in itertools.combinations(range(1, num_layers), num_stages - 1):
-        places = (0, *cuts, num_layers)
-        yield [end - start for start, end in itertools.pairwise(places)]
-
-
-def best_split(
-    starts: Sequence[Sequence[int]],
+def improved(
+    split: Sequence[int],
     value: Callable[[Sequence[int]], tuple[float, float]],
     *,
-    bound: Callable[[Sequence[int]], tuple[float, float]],
-    most_splits: int,
-    most_values: int = 300,
+    most_values: int,
 ) -> list[int]:
-    """The split of the smallest value where no rule makes the stages independent.
-
-    Exact where there are at most `most_splits` splits: all are looked at, the dear value of each
-    being asked for only where its bound leaves hope. Else, from the best start, single layers are
-    moved between any two stages as long as that helps.
+    """Move single layers between any two stages as long as that makes the value smaller.
 
     Args:
-        starts: splits to begin with.
-        value: what is minimised.
-        bound: never above `value`, and quick.
-        most_values: how often `value` may be asked for when not all splits are tried.
+        value: what is minimised, where no rule makes the stages independent.
+        most_values: how often it may be asked for.
     """
-    best = min(starts, key=value)
-    best_value = value(best)
-    num_splits = math.comb(sum(best) - 1, len(best) - 1)
-    if num_splits <= most_splits:
-        for split in sorted(every_split(sum(best), len(best)), key=bound):
-            if bound(split) >= best_value:
-                break  # sorted: none behind it is better
-            if (found := value(split)) < best_value:
-                best, best_value = split, found
-        return list(best)
-    asked = 0
-    improved = True
-    while improved and asked < most_values:
-        improved = False
-        for split in sorted(_neighbours(best), key=bound):
-            if bound(split) >= best_value or asked >= most_values:
-                break
+    best, best_value, asked = list(split), value(split), 0
+    is_better = True
+    while is_better:
+        is_better = False
+        for giver, taker in itertools.permutations(range(len(best)), 2):
+            if best[giver] == 1 or asked == most_values:
+                continue
             asked += 1
-            if (found := value(split)) < best_value:
-                best, best_value, improved = split, found, True
-                break
-    return list(best)
-
-
-def _neighbours(split: Sequence[int]) -> Iterator[list[int]]:
-    """Yield partitions with one layer moved from one stage to another."""
-    for giver, taker in itertools.permutations(range(len(split)), 2):
-        if split[giver] > 1:
-            moved = list(split)
+            moved = list(best)
             moved[giver] -= 1
             moved[taker] += 1
-            yield moved
+            if (found := value(moved)) < best_value:
+                best, best_value, is_better = moved, found, True
+    return best
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A partition with what follows from it.
+
+    Attributes:
+        stages: the cost of each stage.
+        seconds: of a step without its update; 0 where nothing was measured.
+        bubble: the idle share of the ranks.
+        memory: of each rank.
+    """
+
+    partition: list[int]
+    schedule: Schedule
+    num_micro_batches: int
+    stages: list[Cost]
+    seconds: float
+    bubble: float
+    memory: list[RankMemory]
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of a micro-batch on the slowest rank, at least."""
+        splits = self.schedule.splits_backward
+        seconds = [stage.seconds(splits_backward=splits) for stage in self.stages]
+        ranks = range(self.schedule.num_ranks)
+        return max(sum(seconds[one] for one in self.schedule.stages_of(rank)) for rank in ranks)
 
 
 StageValue = Callable[[int, Cost], float]  # (stage, its cost)
@@ -149,7 +146,7 @@ class Placement:
 
     Attributes:
         capacities: bytes of each rank's device; None: not known, so all fits.
-        most_splits, most_steps: how long to look where stages depend on each other.
+        most_steps: simulated steps where stages depend on each other.
     """
 
     costs: ModelCosts
@@ -157,17 +154,22 @@ class Placement:
     num_micro_batches: int
     rules: MemoryRules = MemoryRules()
     capacities: tuple[int, ...] | None = None
-    most_splits: int = 3000
     most_steps: int = 300
 
     def expect(self, partition: Sequence[int]) -> Expectation:
-        """Return the seconds and memory of a step with this partition."""
-        return expect(
-            self.costs,
-            partition,
-            self.schedule,
-            num_micro_batches=self.num_micro_batches,
-            rules=self.rules,
+        """Simulate a step with this partition."""
+        costs, schedule, count = self.costs, self.schedule, self.num_micro_batches
+        stages = costs.stages(partition)
+        step = simulate(
+            schedule.orders(count),
+            durations_of(stages),
+            num_stages=len(stages),
+            flow=flow_of(stages),
+            hand_over=costs.hand_over,
+        )
+        memory = rank_memory(costs, partition, schedule, num_micro_batches=count, rules=self.rules)
+        return Expectation(
+            list(partition), schedule, count, stages, step.seconds, step.bubble, memory
         )
 
     def overshoot(self, memory: Sequence[RankMemory]) -> int:
@@ -185,9 +187,8 @@ class Placement:
         """The best split by measured times.
 
         With one stage a rank the slowest stage is the smallest possible under the memory of each
-        device. With several the simulated step is the shortest: exactly for a few thousand
-        possible splits, else as far as moving single layers leads. Where nothing fits, the split
-        that comes nearest.
+        device. With several the simulated step is as short as moving single layers makes it. Where
+        nothing fits, the split that comes nearest.
         """
         if self.schedule.num_stages > self.schedule.num_ranks:
 
@@ -195,18 +196,8 @@ class Placement:
                 expectation = self.expect(partition)
                 return (self.overshoot(expectation.memory), expectation.seconds)
 
-            def step_bound(partition: Sequence[int]) -> tuple[float, float]:
-                """No step is shorter than the work of its slowest rank."""
-                slowest = max(rank_seconds(self.costs.stages(partition), self.schedule))
-                return (0, self.num_micro_batches * slowest * (1 - 1e-9))
-
-            return best_split(
-                [self._chain(self._seconds), self.by_parameters()],
-                step_value,
-                bound=step_bound,
-                most_splits=self.most_splits,
-                most_values=self.most_steps,
-            )
+            starts = self._chain(self._seconds), self.by_parameters()
+            return improved(min(starts, key=step_value), step_value, most_values=self.most_steps)
         fitting = self._chain(
             lambda stage, cost: (
                 self._seconds(stage, cost) if self._fullness(stage, cost) <= 1 else math.inf
@@ -302,19 +293,18 @@ def advise(
                 num_samples // size,
                 rules=rules,
                 capacities=capacities,
-                most_splits=200,
                 most_steps=40,
             )
             found = placement.expect(placement.by_seconds())
             choices.append(Choice(size, found, placement.overshoot(found.memory)))
-    choices.sort(key=lambda c: (c.overshoot, c.expectation.seconds))
+    best = min(choices, key=lambda c: (c.overshoot, c.expectation.seconds), default=None)
 
-    def rank(choice: Choice) -> tuple[bool, int, int]:
-        """Return a key that sorts near-best choices by simplicity, others by time."""
-        best = choices[0]
-        is_tie = choice.expectation.seconds <= best.expectation.seconds * AS_GOOD
-        is_good = is_tie and choice.overshoot == best.overshoot
-        return (False, choice.stages_per_rank, choice.peak) if is_good else (True, 0, 0)
+    def rank(choice: Choice) -> tuple[float, ...]:
+        """Sort by memory that lacks and by time; near-best choices by simplicity."""
+        assert best is not None
+        seconds = choice.expectation.seconds
+        is_tie = seconds <= best.expectation.seconds * AS_GOOD
+        return choice.overshoot, 0 if is_tie else seconds, choice.stages_per_rank, choice.peak
 
     return sorted(choices, key=rank)
 
@@ -339,21 +329,20 @@ def decode_partition(
     *,
     dtype: torch.dtype,
     trust_remote_code: bool = False,
-    num_rows: int = ROWS,
 ) -> list[int] | None:
-    """Layers per stage, from the bytes that a decode step of `num_rows` reads; loads nothing.
+    """Layers per stage, from the bytes of weights that a decode step reads; loads nothing.
 
     None: the model has fewer layers, or they are not where `layers_path` looks, as with BERT and
     LongCat.
     """
     try:
         model = model_on_meta(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        layers, back = decode_bytes(model, num_rows=num_rows)
+        layers, back = decode_bytes(model)
     except (ValueError, AttributeError):  # the builder refuses a config without a model
         return None
-    sums = [0.0, *itertools.accumulate(layers)]
+    sums = [0, *itertools.accumulate(layers)]
 
     def cost(stage: int, start: int, end: int) -> float:
-        return sums[end] - sums[start] + (back if stage == num_stages - 1 else 0.0)
+        return sums[end] - sums[start] + (back if stage == num_stages - 1 else 0)
 
     return smallest_maximum(len(layers), num_stages, cost)

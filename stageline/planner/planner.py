@@ -32,8 +32,7 @@ from stageline.planner.estimate import (
     most_in_flight,
     outline_of,
 )
-from stageline.planner.partition import Choice, Placement, advise
-from stageline.planner.simulate import Expectation
+from stageline.planner.partition import Choice, Expectation, Placement, advise
 from stageline.tables import format_table, human_bytes, human_count
 
 MOST_CHOICES = 3

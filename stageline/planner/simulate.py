@@ -1,4 +1,4 @@
-"""Plays a schedule through with given times: the ideal timeline, its bubble, what to expect.
+"""Plays a schedule through with given times: the ideal timeline and its bubble.
 
 Without `hand_over` no time passes between ranks and none is lost on the host: none can be faster.
 Pure arithmetic.
@@ -9,16 +9,6 @@ from dataclasses import dataclass
 
 from stageline.pipeline.plan import Action, GradFlow, Kind, drop_dead_backward, grad_flow, needs
 from stageline.pipeline.recorder import TimelineEvent, bubble
-from stageline.pipeline.schedules import Schedule
-from stageline.planner.estimate import (
-    Cost,
-    MemoryRules,
-    ModelCosts,
-    RankMemory,
-    durations_of,
-    flow_of,
-    rank_memory,
-)
 
 Durations = Mapping[tuple[int, Kind], float]  # (stage, kind) -> seconds of one pass
 
@@ -89,68 +79,3 @@ def simulate(
                 places[rank] += 1
         assert len(events) > num_before, "every rank waits for another"
     return Simulation(events, max(clocks))
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """A partition with what follows from it.
-
-    Attributes:
-        stages: the cost of each stage.
-        seconds: of a step without its update; 0 where nothing was measured.
-        bubble: the idle share of the ranks.
-        memory: of each rank.
-    """
-
-    partition: list[int]
-    schedule: Schedule
-    num_micro_batches: int
-    stages: list[Cost]
-    seconds: float
-    bubble: float
-    memory: list[RankMemory]
-
-    @property
-    def slowest(self) -> float:
-        """Seconds of a micro-batch on the slowest rank."""
-        return max(rank_seconds(self.stages, self.schedule))
-
-
-def expect(
-    costs: ModelCosts,
-    partition: Sequence[int],
-    schedule: Schedule,
-    *,
-    num_micro_batches: int,
-    rules: MemoryRules,
-) -> Expectation:
-    """Simulates a step with this partition."""
-    stages = costs.stages(partition)
-    step = simulate(
-        schedule.orders(num_micro_batches),
-        durations_of(stages),
-        num_stages=len(stages),
-        flow=flow_of(stages),
-        hand_over=costs.hand_over,
-    )
-    memory = rank_memory(
-        costs, partition, schedule, num_micro_batches=num_micro_batches, rules=rules
-    )
-    return Expectation(
-        partition=list(partition),
-        schedule=schedule,
-        num_micro_batches=num_micro_batches,
-        stages=stages,
-        seconds=step.seconds,
-        bubble=step.bubble,
-        memory=memory,
-    )
-
-
-def rank_seconds(stages: Sequence[Cost], schedule: Schedule) -> list[float]:
-    """Return the least time that each rank computes for one micro-batch."""
-    splits = schedule.splits_backward
-    return [
-        sum(stages[stage].seconds(splits_backward=splits) for stage in schedule.stages_of(rank))
-        for rank in range(schedule.num_ranks)
-    ]

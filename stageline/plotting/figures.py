@@ -1,4 +1,4 @@
-"""Draws curves and bars: the loss of a run from its log, a step's timeline, what a corpus holds."""
+"""Draw curves and bars: losses of runs, the timeline of a step, lengths in a corpus."""
 
 import itertools
 import math
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import EngFormatter
 
 from stageline.pipeline.recorder import (
     KIND_NAMES,
@@ -22,7 +22,7 @@ from stageline.pipeline.recorder import (
     extent,
     stages_by_rank,
 )
-from stageline.plotting.pictures import drawable, font_families, save_figure
+from stageline.plotting.pictures import save_figure
 from stageline.run_records import read_log
 
 # a loss that falls by more than this factor shows its end on a logarithmic axis only
@@ -122,10 +122,10 @@ def runs_figure(logs: Mapping[str, tuple[Sequence[dict], Sequence[dict]]], metri
     for name, (steps, evaluations) in logs.items():
         x, y = _points(evaluations, metric)
         if y:
-            axes.plot(x, y, "o-", markersize=4, label=drawable(name))
+            axes.plot(x, y, "o-", markersize=4, label=name)
         else:
             x, y = _points(steps, metric)
-            axes.plot(x, smooth(y), label=drawable(f"{name} (training)"))
+            axes.plot(x, smooth(y), label=f"{name} (training)")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(metric)
     axes.legend(fontsize=8)
@@ -168,75 +168,29 @@ def _points(records: Sequence[dict], name: str) -> tuple[list[int], list[float]]
     return [x for x, _ in known], [y for _, y in known]
 
 
-MOST_TYPES = 20  # with bars of their own; the largest ones
-_GREY = "#9aa0a6"
-
-
-def corpus_figure(
-    histograms: Mapping[str, tuple[Sequence[float], Sequence[int]]],
-    *,
-    padding: Mapping[str, float],
-    tokens: Mapping[str, int],
-    title: str = "",
-) -> Figure:
-    """Draw three panels: lengths of segments, tokens of each type, padding.
+def lengths_figure(histograms: Mapping[str, Sequence[int]], borders: Sequence[int]) -> Figure:
+    """Draw how long the segments of a corpus are, its types on top of each other.
 
     Args:
-        histograms: type -> (borders [n + 1], segments [n]) of lengths in tokens.
-        padding: way to fill rows -> share of them that is padding.
-        tokens: type -> how many.
+        histograms: type -> segments [n] between two borders [n + 1], in tokens.
     """
-    shown = sorted(tokens, key=lambda name: -tokens[name])[:MOST_TYPES]
-    height = 3.2 + 0.9 + 0.28 * len(shown)
-    figure = Figure(figsize=(8, height), layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=[3.2, height - 3.2], width_ratios=[2, 1])
-    # segments of each type on top of each other; types beyond the largest are one
-    axes = figure.add_subplot(grid[0, :])
-    counts = [histograms[name][1] for name in shown]
-    labels = [drawable(name) for name in shown]
-    colors = [f"C{place}" for place in range(len(shown))]
-    others = [histograms[name][1] for name in histograms if name not in shown]
-    if others:
-        counts.append([sum(column) for column in zip(*others, strict=True)])
-        labels.append("others")
-        colors.append(_GREY)
-    if counts:
-        borders, _ = histograms[shown[0]]
-        lefts = [borders[:-1]] * len(counts)
-        axes.hist(lefts, borders, weights=counts, stacked=True, color=colors, label=labels)
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    lefts = [borders[:-1]] * len(histograms)
+    counts, names = list(histograms.values()), list(histograms)
+    axes.hist(lefts, borders, weights=counts, stacked=True, label=names)
     axes.set(xlabel="tokens of a segment", ylabel="segments", xlim=(0, None))
-    axes.set_title("lengths of segments", fontsize=9)
     if len(histograms) > 1:
         axes.legend(fontsize=7, title="type", title_fontsize=7)
-    # tokens
-    axes, names = figure.add_subplot(grid[1, 0]), shown[::-1]
-    axes.barh(range(len(names)), [tokens[name] / 1e6 for name in names], color="#4c78a8")
-    labels = [drawable(name) for name in names]
-    axes.set_yticks(range(len(names)), labels, fontsize=8, family=list(font_families()))
-    axes.set(xlabel="million tokens")
-    axes.set_title("tokens of each type", fontsize=9)
-    # padding
-    axes, names = figure.add_subplot(grid[1, 1]), list(padding)[::-1]
-    bars = axes.barh(range(len(names)), [padding[name] for name in names], color="#e45756")
-    axes.bar_label(bars, [f"{padding[name]:.2%}" for name in names], fontsize=8, padding=2)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.set_xlim(0, max(1e-3, *padding.values()) * 1.35 if padding else 1)
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_title("padding of rows", fontsize=9)
-    if title:
-        figure.suptitle(drawable(title), fontsize=10, parse_math=False)
     return figure
 
 
-# The timeline of a step: a bar a rank, measured above and ideal below. Both panels have the same
-# time axis, so that the end of the lower one is what could be reached.
+# The timeline of a step: a bar a rank, measured above and ideal below, on the same time axis.
 
 COLORS = {"F": "#3b75c4", "B": "#d9822b", "I": "#c9a227", "W": "#3f9a5b"}
 COLORS |= {WAIT: "#e3a5ad", TRANSFER: "#7d4fa3"}
 IDLE = "#e9ebee"
-LIGHTEST = 0.55  # how far a rank's last stage goes towards white
-NARROW = 0.012  # of the time axis: no number fits on a shorter bar
-_UNITS = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))
+NARROW = 0.012  # share of the time axis; shorter bars have no number
 
 
 def plot_timeline(
@@ -265,62 +219,45 @@ def timeline_figure(
     rows = [max(1, len(stages_by_rank(spans))) for _, spans in panels]
     height = 0.9 + sum(0.36 * count + 0.7 for count in rows)
     figure = Figure(figsize=(14.0, height), layout="constrained")
-    figure.suptitle(drawable(title), fontsize=11, parse_math=False)
+    figure.suptitle(title, fontsize=11, parse_math=False)
     length = max(end - start for start, end in (extent(spans) for _, spans in panels))
-    _, factor, unit = next(entry for entry in _UNITS if length >= entry[0])
+    seconds = EngFormatter("s")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=rows)[:, 0]
     for panel, (name, spans) in zip(axes, panels, strict=True):
         start, end = extent(spans)
         held = stages_by_rank(spans)
         for row, rank in enumerate(held):
             place = (row - 0.4, 0.8)
-            panel.broken_barh([(0.0, (end - start) * factor)], place, facecolors=IDLE, lw=0)
-            # Draw waits first, so that the other spans cover them.
-            own = sorted(
-                (span for span in spans if span.rank == rank),
-                key=lambda span: span.kind not in WAITS,
-            )
-            bars = [
-                ((span.start - start) * factor, (span.end - span.start) * factor) for span in own
-            ]
+            panel.broken_barh([(0.0, end - start)], place, facecolors=IDLE, lw=0)
+            # draw waits first, so that the other spans cover them
+            own = [span for span in spans if span.rank == rank]
+            own.sort(key=lambda span: span.kind not in WAITS)
+            bars = [(span.start - start, span.end - span.start) for span in own]
             colors = []
             for span in own:  # the later stages of a rank are lighter
-                share = 0.0
-                if len(held[rank]) > 1 and span.kind not in WAITS:
-                    share = LIGHTEST * held[rank].index(span.stage) / (len(held[rank]) - 1)
-                colors.append(_lighter(COLORS[span.kind], share))
+                later = 0 if span.kind in WAITS else held[rank].index(span.stage)
+                colors.append(to_rgba(COLORS[span.kind], 1 - 0.5 * later / len(held[rank])))
             panel.broken_barh(bars, place, facecolors=colors, edgecolors="white", linewidths=0.2)
             for span, (first, width) in zip(own, bars, strict=True):
-                if span.kind not in WAITS and width >= NARROW * length * factor:
+                if span.kind not in WAITS and width >= NARROW * length:
                     middle = first + width / 2
                     panel.text(middle, row, str(span.micro_batch), ha="center", va="center",
                                fontsize=7, clip_on=True)  # fmt: skip
-        labels = []
-        for rank, stages in held.items():
-            shown = [str(stage) for stage in stages]
-            if len(shown) > 3:
-                shown = [f"{shown[0]}, {shown[1]}, … {shown[-1]}"]
-            word = "stages" if len(stages) > 1 else "stage"
-            labels.append(f"rank {rank}: {word} {', '.join(shown)}")
-        panel.set(xlim=(0, length * factor or 1.0), ylim=(max(len(held), 1) - 0.5, -0.5))
+        labels = [
+            f"rank {rank}: stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+            for rank, stages in held.items()
+        ]
+        panel.set(xlim=(0, length or 1.0), ylim=(max(len(held), 1) - 0.5, -0.5))
         panel.set_yticks(range(len(held)), labels, fontsize=8)
-        panel.set_xlabel(unit, fontsize=8)
+        panel.xaxis.set_major_formatter(seconds)
         panel.spines[["top", "right", "left"]].set_visible(False)
-        seconds = f"{(end - start) * factor:.4g} {unit}"
-        heading = f"{name} — bubble {100 * bubble(spans):.1f} %, {seconds}"
+        heading = f"{name} — bubble {100 * bubble(spans):.1f} %, {seconds(end - start)}"
         panel.set_title(heading, fontsize=9, loc="left")
 
     present = {span.kind for _, spans in panels for span in spans}
     names = {name: COLORS[kind] for kind, name in KIND_NAMES.items() if kind in present}
     names["idle"] = IDLE
-    if any(len(stages) > 1 for _, spans in panels for stages in stages_by_rank(spans).values()):
-        names["lighter: a later stage of the rank"] = _lighter(COLORS["F"], LIGHTEST)
     handles = [Patch(facecolor=color, label=name) for name, color in names.items()]
     figure.legend(handles=handles, loc="outside lower left", ncols=len(names), fontsize=8,
                   frameon=False)  # fmt: skip
     return figure
-
-
-def _lighter(color: str, share: float) -> str:
-    red, green, blue = (channel + (1.0 - channel) * share for channel in to_rgb(color))
-    return to_hex((red, green, blue))

@@ -1,21 +1,20 @@
 """Pictures of an evaluation: samples with their predictions, and the shares of each group.
 
-Samples are written as a Markdown table, too. Fonts and lines that fit are found here for all
-pictures of the engine.
+Samples are written as a Markdown table, too. Fonts for all pictures of the engine are set here.
 """
 
-import functools
+import textwrap
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy
-import regex  # transformers brings it
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.textpath import text_to_path
 from PIL import Image
 
 from stageline.tables import markdown_table, natural_key
@@ -27,79 +26,12 @@ _CJK_FONTS = (
     *("Hiragino Sans GB", "Heiti SC", "Microsoft YaHei", "SimHei", "SimSun", "Arial Unicode MS"),
     *("Noto Sans CJK JP", "Unifont"),
 )
-_PLACEHOLDER = "□"
-# pieces that are not broken, with the spaces before them: words, and wide characters one by one;
-# no line begins with a closing mark
-_WIDE = rf"\p{{East_Asian_Width=W}}\p{{East_Asian_Width=F}}{_PLACEHOLDER}"
-_CLOSING = r"[,.;:!?)\]}，。、；：！？）】》」』”’]"
-_PIECES = regex.compile(rf" *(?:[^ {_WIDE}]+|[{_WIDE}]){_CLOSING}*| +")
-
-
-@functools.cache
-def font_families() -> tuple[str, ...]:
-    """Return the families to draw with: a character comes from the first one that has it."""
-    installed = {font.name for font in font_manager.fontManager.ttflist}
-    return ("DejaVu Sans", *(name for name in _CJK_FONTS if name in installed))
-
-
-@functools.cache
-def _known_characters() -> frozenset[int]:
-    properties = [font_manager.FontProperties(family=name) for name in font_families()]
-    fonts = [font_manager.get_font(font_manager.findfont(each)) for each in properties]
-    return frozenset().union(*(font.get_charmap() for font in fonts))
-
-
-def drawable(text: str) -> str:
-    """Return the text with a box for each character that no font has; control characters go."""
-    shown = []
-    for character in text.replace("\t", "    "):
-        if character == "\n" or ord(character) in _known_characters():
-            shown.append(character)
-        elif unicodedata.category(character)[0] not in "CM":  # marks join the one before
-            shown.append(_PLACEHOLDER)
-    return "".join(shown)
-
-
-def text_inches(text: str, *, size: float, is_bold: bool = False) -> float:
-    """Return the width of one line as drawn with letters of `size` points."""
-    weight = "bold" if is_bold else "normal"
-    font = font_manager.FontProperties(family=list(font_families()), weight=weight, size=size)
-    points, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
-    return points / 72 * 1.04  # hinting moves letters to whole pixels
-
-
-def wrap_text(
-    text: str, width: float, *, measure: Callable[[str], float], max_lines: int = 8
-) -> list[str]:
-    """Return lines that are not wider than `width`.
-
-    Breaks at spaces, next to wide characters, and inside words that are longer than a line. The
-    text that does not fit into `max_lines` ends in "…".
-
-    Args:
-        measure: width of a text, in the unit of `width`.
-    """
-    lines: list[str] = []
-    for paragraph in text.splitlines() or [""]:
-        line = ""
-        for word in _PIECES.findall(paragraph):
-            if line and measure(line + word) > width:
-                lines.append(line.rstrip())
-                line, word = "", word.lstrip()
-            while measure(word) > width:  # a word longer than a line
-                end = 1
-                while measure(word[: end + 1]) <= width:
-                    end += 1
-                lines.append(word[:end].rstrip())
-                word = word[end:]
-            line += word
-        lines.append(line.rstrip())
-    if len(lines) <= max_lines:
-        return lines
-    last = lines[max_lines - 1]
-    while last and measure(last + "…") > width:
-        last = last[:-1]
-    return [*lines[: max_lines - 1], last.rstrip() + "…"]
+_INSTALLED = {font.name for font in font_manager.fontManager.ttflist}
+# a character comes from the first font that has it
+matplotlib.rcParams["font.family"] = [
+    "DejaVu Sans",
+    *(name for name in _CJK_FONTS if name in _INSTALLED),
+]
 
 
 def save_figure(figure: Figure, path: Path, *, dpi: int = 100, has_pdf: bool = True) -> None:
@@ -109,7 +41,9 @@ def save_figure(figure: Figure, path: Path, *, dpi: int = 100, has_pdf: bool = T
     files = [(path, "png", {"dpi": dpi}), (pdf, "pdf", options)]
     for target, kind, how in files if has_pdf else files[:1]:
         temporary = target.with_name(target.name + ".tmp")
-        figure.savefig(temporary, format=kind, **how)
+        with warnings.catch_warnings():  # a character that no font has is drawn as a box
+            warnings.filterwarnings("ignore", message="Glyph")
+            figure.savefig(temporary, format=kind, **how)
         temporary.replace(target)
 
 
@@ -189,8 +123,8 @@ def _draw(
     if known:  # each group has its own chance, as numbers of choices differ
         rows, chances = (numpy.array(column) for column in zip(*known, strict=True))
         axes.vlines(chances, rows - 0.45, rows + 0.45, colors=_CHANCE, lw=1.6, label="chance")
-    labels = [f"{drawable(group)} ({share['num_samples']})" for group, share in groups]
-    axes.set_yticks(list(places), labels, fontsize=8, family=list(font_families()))
+    labels = [f"{group} ({share['num_samples']})" for group, share in groups]
+    axes.set_yticks(list(places), labels, fontsize=8, parse_math=False)
     most = max((high for _, high in intervals), default=1.0)  # bits of a byte may be more than 1
     axes.set(xlim=(0, max(1.0, most)), ylim=(-0.6, len(groups) - 0.4))
     axes.tick_params(axis="x", labelsize=8)
@@ -199,19 +133,11 @@ def _draw(
     axes.set_title(f"{name}: {what}, 95 % intervals", fontsize=9, parse_math=False)
 
 
-# inches, but for the last one
-CELL_WIDTH = 2.2
-CARD_WIDTH = 4.4  # width of a sample without a picture
-GAP = 0.12
-HEAD = 0.3  # above the grid
-LINE_HEIGHT = 0.15
-MARGIN = 0.06
-FONT_SIZE = 8  # points
-
 ARROW = "→ "
 _COLORS = {True: "#1a7f37", False: "#cf222e", None: "#6e7781"}
 _WORDS = {True: "right", False: "wrong", None: ""}
-_PLAIN, _GREY = "#24292f", "#6e7781"
+_LINE = 32  # characters; wide ones are twice as wide
+_MOST_LINES = 4  # of the prediction, and of each other paragraph
 
 
 def caption(question: str, prediction: str, answer: str) -> str:
@@ -237,20 +163,45 @@ def plot_predictions(
 
     Args:
         images: one picture per sample, None for a sample of text.
-        titles: the text below each, as `caption` makes it; the line with an arrow has the frame's
-            color.
-        correct: True is framed green, False red, None grey.
+        titles: the text of each, as `caption` makes it; its line with an arrow is the heading.
+        correct: True is green, False red, None grey.
         ids: of the samples, shown with them.
-        summary: the heading; by default how many of these are wrong.
-        columns: at most; samples of text only are drawn wider and fewer in a row.
+        summary: the heading of all; by default how many of these are wrong.
     """
-    if images:
-        known = [is_correct for is_correct in correct if is_correct is not None]
-        summary = summary or (f"{known.count(False)} wrong of {len(known)}" if known else "")
-        how: dict[str, Any] = {"ids": ids, "summary": summary}
-        save_figure(predictions_figure(images, titles, correct, columns=columns, **how), path)
-        text = predictions_markdown(titles, correct, **how)
-        path.with_suffix(".md").write_text(text, encoding="utf-8")
+    if not images:
+        return
+    known = [is_correct for is_correct in correct if is_correct is not None]
+    summary = summary or (f"{known.count(False)} wrong of {len(known)}" if known else "")
+    columns = min(columns, len(images))
+    num_rows = -(-len(images) // columns)
+    height = 2.0 if all(image is None for image in images) else 4.0
+    figure = Figure(figsize=(2.4 * columns, height * num_rows + 0.3), layout="constrained")
+    figure.suptitle(summary, fontsize=11, parse_math=False)
+    for place, (image, title, is_correct) in enumerate(zip(images, titles, correct, strict=True)):
+        axes = figure.add_subplot(num_rows, columns, place + 1, xticks=[], yticks=[])
+        if image is None:
+            axes.set_box_aspect(0.02)
+        else:
+            picture = image.convert("RGB")
+            picture.thumbnail((512, 512))  # no larger than what is drawn
+            axes.imshow(picture)
+        paragraphs = title.split("\n")
+        answers = [_wrapped(text) for text in paragraphs if text.startswith(ARROW)]
+        others = [_wrapped(text) for text in paragraphs if not text.startswith(ARROW)]
+        style: dict[str, Any] = {"fontsize": 8, "parse_math": False}  # a dollar sign is one
+        color = _COLORS[is_correct]
+        axes.set_title("\n".join(answers), color=color, weight="bold", **style)
+        axes.set_xlabel("\n".join([*ids[place : place + 1], *others]), **style)
+        for spine in axes.spines.values():
+            spine.set(edgecolor=color, linewidth=1.5)
+    save_figure(figure, path)
+    text = predictions_markdown(titles, correct, ids=ids, summary=summary)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+
+
+def _wrapped(text: str) -> str:
+    width = _LINE // 2 if any(unicodedata.east_asian_width(one) in "WF" for one in text) else _LINE
+    return "\n".join(textwrap.wrap(text, width, max_lines=_MOST_LINES, placeholder="…"))
 
 
 def shown(sample: Mapping[str, Any], images: Sequence[Any] | None) -> tuple[Any, str, str]:
@@ -300,109 +251,3 @@ def predictions_markdown(
         rows.append([ids[index] if ids else str(index), _WORDS[is_correct], title])
     head = f"{summary}.\n\n" if summary else ""
     return f"{head}{markdown_table(rows, num_texts=3)}\n"
-
-
-def wrong_first(num_wrong: int, num_samples: int, num_shown: int) -> str:
-    """Return the heading of samples of which the wrong ones are shown first."""
-    text = f"{num_wrong} wrong of {num_samples}"
-    if num_wrong > num_shown:
-        return f"{text}, {num_shown} of them shown"
-    return f"{text}, shown first" if num_wrong else text
-
-
-def predictions_figure(
-    images: Sequence[Any | None],
-    titles: Sequence[str],
-    correct: Sequence[bool | None],
-    *,
-    ids: Sequence[str] = (),
-    summary: str = "",
-    columns: int = 6,
-) -> Figure:
-    """Draw the grid: rows as high as their pictures and texts, all pictures equally wide."""
-    has_pictures = any(image is not None for image in images)
-    width = CELL_WIDTH if has_pictures else CARD_WIDTH
-    if not has_pictures:
-        columns = max(1, columns // 2)
-    columns = max(1, min(columns, len(images)))
-    texts: list[list[tuple[str, str]]] = []  # lines of each, with their color; "": the frame's
-    measure = functools.partial(text_inches, size=FONT_SIZE)
-    wrap = functools.partial(wrap_text, width=width - 2 * MARGIN)
-    for index, title in enumerate(titles):
-        texts.append([])
-        if ids:
-            texts[-1].append((wrap(drawable(ids[index]), measure=measure, max_lines=1)[0], _GREY))
-        for paragraph in title.split("\n"):
-            bold = paragraph.startswith(ARROW)
-            lines = wrap(drawable(paragraph), measure=functools.partial(measure, is_bold=bold))
-            texts[-1] += [(line, "" if bold else _PLAIN) for line in lines]
-    pictures = [None if image is None else image.convert("RGB") for image in images]
-    for picture in filter(None, pictures):
-        picture.thumbnail((512, 512))  # no larger than what is drawn
-    rows = [
-        range(start, min(start + columns, len(images))) for start in range(0, len(images), columns)
-    ]
-    captions = [LINE_HEIGHT * max(len(texts[index]) for index in row) + 2 * MARGIN for row in rows]
-    heights = []
-    for row, below in zip(rows, captions, strict=True):
-        ratios = [one.height / one.width for index in row if (one := pictures[index]) is not None]
-        # a very tall picture is drawn narrower instead
-        heights.append(width * min(1.4, max(ratios, default=0.0)) + below)
-    full_width = columns * (width + GAP) + GAP
-    head = HEAD if summary else 0.0
-    full_height = sum(heights) + GAP * (len(rows) + 1) + head
-    figure = Figure(figsize=(full_width, full_height))
-    if summary:
-        left, middle = GAP / full_width, 1 - head / 2 / full_height
-        figure.text(left, middle, drawable(summary), va="center", fontsize=11, parse_math=False)
-    grid = figure.add_gridspec(
-        len(rows), columns, height_ratios=heights,
-        left=GAP / full_width, right=1 - GAP / full_width, wspace=GAP / width,
-        bottom=GAP / full_height, top=1 - (GAP + head) / full_height,
-        hspace=GAP * len(rows) / sum(heights),
-    )  # fmt: skip
-    for place, row in enumerate(rows):
-        for column, index in enumerate(row):
-            axes = figure.add_subplot(grid[place, column], xticks=[], yticks=[])
-            axes.set(xlim=(0, width), ylim=(0, heights[place]))  # their unit is the inch
-            _draw_cell(axes, pictures[index], texts[index], correct[index], captions[place])
-    return figure
-
-
-def _draw_cell(
-    axes: Axes,
-    picture: Any | None,
-    lines: Sequence[tuple[str, str]],
-    is_correct: bool | None,
-    text_height: float,
-) -> None:
-    """Draw one sample: the picture above, its text below, a frame around both."""
-    (_, width), (_, height) = axes.get_xlim(), axes.get_ylim()
-    if picture is not None:
-        box_height = height - text_height
-        scale = min(width / picture.width, box_height / picture.height)
-        half, up = picture.width * scale / 2, picture.height * scale / 2
-        # low pictures stand on their text
-        extent = (width / 2 - half, width / 2 + half, text_height, text_height + 2 * up)
-        axes.imshow(picture, extent=extent, aspect="auto", interpolation="antialiased")
-        axes.set(xlim=(0, width), ylim=(0, height))
-        top = text_height - MARGIN
-    else:
-        top = height - MARGIN
-        axes.set_facecolor("#f6f8fa")
-    color = _COLORS[is_correct]
-    for index, (line, line_color) in enumerate(lines):
-        axes.text(
-            MARGIN,
-            top - LINE_HEIGHT * (index + 0.5),
-            line,
-            va="center_baseline",
-            fontsize=FONT_SIZE,
-            family=list(font_families()),
-            weight="normal" if line_color else "bold",
-            color=line_color or color,
-            parse_math=False,  # a dollar sign is a dollar sign
-            clip_on=True,
-        )
-    for spine in axes.spines.values():
-        spine.set(edgecolor=color, linewidth=1.5)

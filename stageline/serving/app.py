@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from fastapi.responses import FileResponse, PlainTextResponse, Response
+from fastapi.responses import FileResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -23,22 +23,6 @@ from stageline.serving.errors import add_error_handlers
 from stageline.serving.gate import Gate
 from stageline.serving.service import ResponseStream, Service
 
-ASKING = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
-
-
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` of a route that may fail so."""
-    return {status: {"model": api.ErrorBody} for status in statuses}
-
-
-def written(model: type, stream: str = "") -> dict[str, Any]:
-    """Return the options of a route that answers with a model, or with the events of a stream."""
-    answer: dict[str, Any] = {"model": model}
-    if stream:
-        event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-        answer |= {"description": stream, "content": {"text/event-stream": {"schema": event}}}
-    return {"response_model": None, "responses": {200: answer, **errors(*ASKING)}}
-
 
 def make_app(service: Service) -> FastAPI:
     """Return the ASGI app of a service."""
@@ -49,22 +33,22 @@ def make_app(service: Service) -> FastAPI:
     )
     add_error_handlers(app)
 
-    @app.post("/v1/chat/completions", **written(api.ChatCompletion, "the answers, or their chunks"))
+    @app.post("/v1/chat/completions")
     async def chat_completions(asked: api.ChatRequest) -> ResponseStream:
         """Answers a chat, OpenAI's way."""
         return service.respond(answers.answer_chat, asked)
 
-    @app.post("/v1/completions", **written(api.Completion, "the texts, or their chunks"))
+    @app.post("/v1/completions")
     async def completions(asked: api.CompletionRequest) -> ResponseStream:
         """Continue texts, as OpenAI's API does."""
         return service.respond(answers.answer_completion, asked)
 
-    @app.post("/tokenize", **written(api.Tokens))
+    @app.post("/tokenize")
     async def tokenize(asked: api.TokenizeRequest) -> ResponseStream:
         """The tokens of a text or of messages, vLLM's way."""
         return service.respond(answers.answer_tokenize, asked)
 
-    @app.post("/detokenize", **written(api.TokensText))
+    @app.post("/detokenize")
     async def detokenize(asked: api.DetokenizeRequest) -> ResponseStream:
         """The text of tokens, vLLM's way."""
         return service.respond(answers.answer_detokenize, asked)
@@ -89,43 +73,29 @@ def make_app(service: Service) -> FastAPI:
         for name in service.model_names
     ]
 
-    @app.get("/v1/models", response_model=api.ModelList, responses=errors(401, 404, 500))
+    @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The models that are served."""
         return {"object": "list", "data": cards}
 
-    @app.get(
-        "/v1/models/{model:path}", response_model=api.ModelCard, responses=errors(401, 404, 500)
-    )
+    @app.get("/v1/models/{model:path}")
     async def one_model(model: str) -> dict[str, Any]:
         """One model."""
         return cards[service.check_model(model)]
 
-    @app.get("/health", response_model=api.Health, responses=errors(500, 503))
+    @app.get("/health")
     async def health() -> dict[str, Any]:
         """Whether requests can be answered."""
         service.queue.check_open()
         stats = engine.stats()
         return {"status": "ok", "running": stats.running, "queued": stats.queued}
 
-    @app.get("/metrics", response_class=PlainTextResponse, responses=errors(401, 500))
+    @app.get("/metrics")
     async def metrics() -> Response:
         """Figures for Prometheus."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     add_page(app)
-    document = app.openapi()  # which FastAPI keeps while there are no new routes
-    names = {"type": "string", "enum": list(service.model_names)}
-    for model in ("Chat", "Completion", "Tokenize", "Detokenize"):
-        schema = document["components"]["schemas"][f"{model}Request"]
-        schema["properties"]["model"] = names
-    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    for path, methods in document["paths"].items():
-        for operation in methods.values():
-            operation["responses"].pop("422", None)  # it is 400 here
-            has_key = settings.api_keys and path != "/health"
-            operation["security"] = [{"key": []}] if has_key else []
-
     app.add_middleware(Gate, settings=settings, metrics=service.metrics)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
     if settings.cors_origins:

@@ -47,11 +47,7 @@ from stageline.stage import Stage
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Source of a stage's weights: a checkpoint, or a seed.
-
-    Attributes:
-        checkpoint_path: None: they are drawn.
-    """
+    """Source of a stage's weights: a checkpoint, or (None) a seed."""
 
     checkpoint_path: str | None
     seed: int
@@ -66,20 +62,15 @@ def fill_stage(
     new_rows: NewRows | None,
     neftune_alpha: float = 0.0,
 ) -> None:
-    """Give a stage on meta its weights, and set which of them train.
-
-    Args:
-        source: None: it stays on meta.
-        neftune_alpha: noise on the embeddings in training; 0: none.
-    """
+    """Give a stage its weights, and set which of them train; without a source it stays on meta."""
     if source is not None:
         # whole weights stay on the host; quantization then moves one layer at a time
         device = "cpu" if model.methods.quantization else source.device
-        seed, path = source.seed, source.checkpoint_path
-        if path is None:
-            init_split_model(model, seed=seed, device=device, dtype=source.dtype)
+        kwargs: dict[str, Any] = {"seed": source.seed, "device": device, "dtype": source.dtype}
+        if source.checkpoint_path is None:
+            init_split_model(model, **kwargs)
         else:
-            load_split_model(model, path, seed=seed, device=device, dtype=source.dtype)
+            load_split_model(model, source.checkpoint_path, **kwargs)
     model.methods.quantise(model, device="meta" if source is None else source.device)
     model.frozen()
     if new_rows is not None:
@@ -104,7 +95,6 @@ class StageModel(Stage):
         layers: the global indices of this stage's layers.
         start: adapters that are there already, and modules trained whole, of the arguments `lora`.
         whole_modules: paths of these modules, of all stages.
-        lora: part -> its LoRA, of the arguments `lora`: see `lora_of_parts`.
         logits_chunk: above 0 the last stage returns hidden states in the place of logits, and
             the loss makes logits of this many tokens at a time (stageline/modules/chunked_loss.py).
         vocabulary: module paths of embedding and head in the whole model.
@@ -115,8 +105,7 @@ class StageModel(Stage):
         shared_names: weights that several stages hold on purpose, under one name: their gradients
             are summed, one of them is saved. Those that `adopt` finds tied are added.
         whole_names: the weights of the whole model; None: a subclass builds its own modules.
-        methods: what is done in another way than training the whole model.
-        notes: lines about it to print.
+        methods: what is done in another way than training the whole model; `notes` tell of it.
         changes_config: the configuration is not that of the weights' folder.
     """
 
@@ -150,16 +139,10 @@ class StageModel(Stage):
         super().__init__()
         self.methods = methods or Methods()
         self.notes: tuple[str, ...] = ()
-        self.config = config
-        self.stage = stage
-        self.num_stages = num_stages
-        self.dtype = dtype
-        self.frozen_parts = {
-            "vit": frozen_vit,
-            "mlp": frozen_mlp,
-            "llm": frozen_llm,
-            "lm_head": frozen_lm_head,
-        }
+        self.config, self.dtype = config, dtype
+        self.stage, self.num_stages = stage, num_stages
+        frozen = (frozen_vit, frozen_mlp, frozen_llm, frozen_lm_head)
+        self.frozen_parts = dict(zip(PARTS, frozen, strict=True))
         self.start = AdapterStart.of(lora)
         self.whole_modules: frozenset[str] = frozenset()
         self.lora = lora_of_parts(**lora)
@@ -213,13 +196,7 @@ class StageModel(Stage):
 
     def row_length(self, max_token_num: int | None) -> int:
         """Return the tokens of a row: the number given, or the configuration's context length."""
-        length = max_token_num or getattr(self.text_config, "max_position_embeddings", None)
-        if length is None:
-            raise UserError(
-                f"The configuration of {self.config.model_type} has no max_position_embeddings. "
-                "Pass max_token_num to get_example_input."
-            )
-        return int(length)
+        return int(max_token_num or self.text_config.max_position_embeddings)
 
     def parts(self) -> dict[str, list[str]]:
         """Module path prefixes of the parts `vit`, `mlp` (projector), `llm` and `lm_head`."""
@@ -251,15 +228,14 @@ class StageModel(Stage):
 
     def layer_name(self, index: int) -> str:
         """The module path of a layer, for the planner."""
-        count = self.num_layers()
         lists = [
             name
             for name, module in self.named_modules()
-            if isinstance(module, nn.ModuleList) and len(module) == count
+            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers()
         ]
         if len(lists) != 1:
             raise PlanError(
-                f"{type(self).__name__} has {len(lists)} lists of {count} layers, not one. "
+                f"{type(self).__name__} has {len(lists)} lists of its number of layers, not one. "
                 "Override layer_name(index), or give `partition` as numbers."
             )
         return f"{lists[0]}.{index}"
@@ -287,16 +263,13 @@ class StageModel(Stage):
     def get_batch_input(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return what this stage receives for one micro-batch, as tensors on the meta device.
 
-        Override it where shapes depend on more than rows and tokens: on the images of the
-        micro-batch. Only the first stage has pixels, so use only its small integers.
+        Override it where shapes depend on images, by their small integers: only the first stage
+        has pixels.
         """
         return self.get_example_input(*batch["input_ids"].shape)
 
     def host_facts(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return additional entries for a micro-batch, so that no stage has to ask its device.
-
-        Called where the micro-batch is made, on the host; the same on all stages.
-        """
+        """Return more entries for a micro-batch, made on the host, the same on all stages."""
         return {}
 
     def get_batch_output(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -305,21 +278,16 @@ class StageModel(Stage):
 
     def part_of(self, name: str) -> str | None:
         """The part that a parameter belongs to; the longest prefix wins. None: in no part."""
-        plain = name.replace(".lora_module", "")
-        matches = [
-            (len(prefix), part)
-            for part, prefixes in self.parts().items()
-            for prefix in prefixes
-            if plain == prefix or plain.startswith(prefix + ".")
-        ]
-        return max(matches)[1] if matches else None
+        plain = name.replace(".lora_module", "") + "."
+        prefixes = [(len(one), part, one) for part, own in self.parts().items() for one in own]
+        matches = [part for _, part, one in sorted(prefixes) if plain.startswith(one + ".")]
+        return matches[-1] if matches else None
 
     def frozen(self) -> None:
-        """Sets `requires_grad` on every parameter by part.
+        """Set `requires_grad` on every parameter by part.
 
         A part with LoRA trains only its outermost adapter, and modules that are to be trained
-        whole; above a quantized base nothing else trains. A tied head follows the embeddings,
-        whose weight it is.
+        whole; above a quantized base nothing else trains. A tied head follows the embeddings.
         """
         trains = self.trained_rule()
         for name, parameter in self.named_parameters():
@@ -345,8 +313,7 @@ class StageModel(Stage):
     def get_key_map_without_last_lora(self) -> dict[str, str]:
         """Map names in a checkpoint without the outermost LoRA to parameter names here.
 
-        Parameters of the outermost LoRA are not in the map: they start fresh. A subclass may also
-        return the reverse, parameter name here -> name in a checkpoint: see `names_on_disk`.
+        A subclass may also return the reverse: see `names_on_disk`.
         """
         return key_map_without_last_lora(list(self.state_dict()))
 
@@ -392,14 +359,7 @@ class StageModel(Stage):
     def enable_gradient_checkpointing(
         self, *, every: int = 1, mode: CheckpointMode = "full"
     ) -> None:
-        """Recomputes layers in the backward pass instead of keeping their activations.
-
-        The layers of a vision tower too.
-
-        Args:
-            every: layers 0, n, 2 n, ... of the whole model, the same for every split.
-            mode: "operators" keeps the outputs of matrix products and attention.
-        """
+        """Recompute layers, those of a vision tower too, instead of keeping their activations."""
         self.checkpoint_every = every
         layers = self.layer_list()
         layers += tower_layers(self, but=[layer for _, layer in layers])
@@ -431,7 +391,7 @@ class StageModel(Stage):
         methods: Methods | Mapping[str, object] | None = None,
         **model_kwargs: Any,
     ) -> tuple["StageModel", Any, int]:
-        """Builds one stage and fills it; the body of most train_model parts.
+        """Build one stage and fill it; the body of most train_model parts.
 
         Without a checkpoint the start is random, and the same for every number of stages.
 
@@ -439,7 +399,7 @@ class StageModel(Stage):
             model_types: the architectures that the chosen key serves; None: any.
             is_piece: for the planner: it needs no layers, no processor, on meta no weights.
             new_rows: tokens that the tokenizer got for this run.
-            neftune_alpha: noise on the embeddings in training, see `neftune.py`; 0: none.
+            neftune_alpha: noise on the embeddings in training; 0: none.
             methods: `Methods`, or what `Methods.of` takes.
 
         Returns:
@@ -449,8 +409,8 @@ class StageModel(Stage):
         config_path = config_path or checkpoint_path
         if config_path is None:
             raise UserError(
-                "Neither `model_path` nor `config_path` was given. Give the folder with "
-                "config.json: `model_path` continues from weights, `config_path` starts at random."
+                "Neither `model_path` nor `config_path` was given. `model_path` continues from "
+                "weights, `config_path` starts at random."
             )
         config = load_config(config_path, trust_remote_code=trust_remote_code)
         if model_types is not None and config.model_type not in model_types:

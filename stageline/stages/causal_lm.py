@@ -49,14 +49,7 @@ from stageline.stages.split_plan import SplitPlan
 
 
 def refuse_both_ways(whole: PreTrainedModel, layers: str) -> None:
-    """Refuses models of BERT's kind whose tokens see those that they are to predict.
-
-    Args:
-        layers: path of the split layers.
-
-    Raises:
-        UserError: a field of the configuration makes no decoder of them.
-    """
+    """Refuse models of BERT's kind whose tokens see those that they are to predict."""
     config = whole.config
     told = {"causal": getattr(config, "causal", True), "attn_type": getattr(config, "attn_type", 0)}
     for module in whole.get_submodule(layers).modules():
@@ -66,13 +59,12 @@ def refuse_both_ways(whole: PreTrainedModel, layers: str) -> None:
         raise UserError(
             f"{found[0]} is {str(told[found[0]]).lower()} in the configuration of "
             f"{config.model_type}: each token sees the one that it predicts. Choose a decoder, or "
-            "set the field in config.json (true; attn_type uni) if it was trained so."
+            "set the field if it was trained so."
         )
 
 
-# Models that may read a prompt of text in pieces, each on the keys and values of those before: what
-# the tests compare with transformers, piece by piece. Any other decoder reads its prompts whole: a
-# class may keep more than keys and values between passes, or look ahead.
+# Models that may read a prompt of text in pieces, each on the keys and values of those before, as
+# the tests compare with transformers. Others may keep more between passes, or look ahead.
 READ_IN_PIECES = frozenset(
     {
         *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"),
@@ -191,8 +183,7 @@ class CausalLMStage(Spliced, StageModel):
     def splits_backward(self) -> bool:
         """Whether gradients of inputs come apart from those of weights in zero-bubble schedules.
 
-        Where several tensors cross a border, paths to them share nodes, which torch's split
-        backward pass frees too early: such a stage does all of its backward pass at once.
+        Paths to several tensors share nodes, which torch's split backward pass frees too early.
         """
         return all(len(slots) == 1 for slots in self.plan.borders)
 
@@ -257,17 +248,12 @@ class CausalLMStage(Spliced, StageModel):
         return False
 
     def _brings_pictures(self, came: Tensors, batch: Batch) -> bool:
-        """Whether pictures come in; token ids only decide where the inputs do not.
-
-        An answer may contain the token of a picture.
-        """
+        """Whether pictures come in; an answer may contain their token, so ids decide last."""
         if self.is_first:
             return any(is_pixel(name) for name in batch)
         borders = (self.layers.start, *([] if self.is_last else [self.layers.stop]))
-        without, those = (
-            [self.plan.slots(border, has_pictures=has) for border in borders]
-            for has in (False, True)
-        )
+        without = [self.plan.slots(border, has_pictures=False) for border in borders]
+        those = [self.plan.slots(border, has_pictures=True) for border in borders]
         if without == those:
             return False  # the same tensors cross either way, so no device needs to be asked
         if came and len(without[0]) != len(those[0]):
@@ -276,11 +262,7 @@ class CausalLMStage(Spliced, StageModel):
 
     @functools.cached_property
     def can_decode(self) -> bool:
-        """Whether keys and values are all that a stage has to remember of the tokens so far.
-
-        False where stages need more of each other than hidden states, or where a trial of the model
-        fails: a token of an answer then reads its whole row again.
-        """
+        """Whether keys and values are all that a stage has to remember of the tokens so far."""
         kinds = set(getattr(self.text_config, "layer_types", None) or ())
         return (
             kinds <= LAYER_TYPES
@@ -335,11 +317,8 @@ class CausalLMStage(Spliced, StageModel):
         if cache is not None:
             inputs[self._cache_name or "past_key_values"] = cache
 
-        def run() -> torch.Tensor:
-            return self.run(ids, inputs)
-
-        watched = recording_routers(self.router_loss is not None)
-        with known_rows(batch), watched as router_logits:
+        run = functools.partial(self.run, ids, inputs)
+        with known_rows(batch), recording_routers(self.router_loss is not None) as router_logits:
             made = self.run_spliced(run, came, has_pictures=has_pictures, ids=ids)
         if self.router_loss is None:
             return made if self.is_last or len(made) > 1 else made[0]
@@ -371,11 +350,9 @@ CLASSIFIER = "ForSequenceClassification"
 class RewardStage(CausalLMStage):
     """A stage of a reward model; the last one gives scores [B, T, 1], one for each token.
 
-    The model is the sequence classifier of transformers with one label: any of its decoders with a
-    linear layer `score` in the place of the output layer. It starts from a language model, whose
-    output layer is left out and whose `score` is new, or from such a classifier.
-
-    A reward is the score at the last token of a row; the loss_fn part knows where that is.
+    The model is the sequence classifier of transformers with one label. It starts from a language
+    model, whose output layer is left out and whose linear layer `score` is new, or from such a
+    classifier. A reward is the score at the last token of a row.
     """
 
     auto_class = AutoModelForSequenceClassification
@@ -389,8 +366,8 @@ class RewardStage(CausalLMStage):
         is_classifier = any(name.endswith(CLASSIFIER) for name in config.architectures or ())
         if type(config) not in AutoModelForSequenceClassification._model_mapping:
             raise UserError(
-                f"transformers has no sequence classifier for {config.model_type}, which "
-                "`train_model` reward is saved as. Choose another architecture."
+                f"transformers has no sequence classifier for {config.model_type}. Choose another "
+                "architecture for `train_model` reward."
             )
         if is_classifier and config.num_labels != 1:
             raise UserError(

@@ -67,9 +67,6 @@ def plan_of(
         kind: tells apart what is run of the same model.
         sizes: batch -> what the letters in the shapes of borders stand for.
         takes_pictures: it is rehearsed with pictures, too.
-
-    Raises:
-        UserError: the model cannot be split, or not be rehearsed.
     """
     model = type(whole)
     facts = [kind, model.__module__, model.__qualname__, str(whole.dtype), takes_pictures]
@@ -83,7 +80,7 @@ def rehearsed_plan(
     whole: PreTrainedModel, run: Run, *, sizes: Sizes, takes_pictures: bool
 ) -> SplitPlan:
     """Return the split plan of a model on meta, without the store; arguments as for `plan_of`."""
-    dtype = whole.dtype
+    dtype, text = whole.dtype, whole.config.get_text_config(decoder=True)
     try:
         with stand_ins(whole, dtype=dtype) as used, _plain_attention(whole):
             plan = make_plan(
@@ -93,9 +90,7 @@ def rehearsed_plan(
                 pictures=pictured_batch(whole, sizes) if takes_pictures else None,
                 is_pixel=is_pixel,
                 sizes=sizes,
-                depth=getattr(
-                    whole.config.get_text_config(decoder=True), "num_hidden_layers", None
-                ),
+                depth=getattr(text, "num_hidden_layers", None),
                 numbers=frozenset(_numbers(whole.config.to_dict())),
             )
     except UserError:
@@ -141,15 +136,11 @@ def sizes_of(config: PretrainedConfig | None, batch: Batch) -> dict[str, int]:
 
 def text_batch(config: PretrainedConfig) -> dict[str, torch.Tensor]:
     """A micro-batch of text whose numbers of rows and tokens stand nowhere in the configuration."""
-    numbers = set(_numbers(config.to_dict()))
+    numbers, text = set(_numbers(config.to_dict())), config.get_text_config(decoder=True)
     rows = next(one for one in _ROWS if one not in numbers)
     tokens = next(one for one in _TOKENS if one != rows and not numbers & {one, rows * one})
-    text = config.get_text_config(decoder=True)
-    special = {
-        value
-        for name, value in config.to_dict().items()
-        if name.endswith(("token_id", "token_index")) and isinstance(value, int)
-    }
+    fields = config.to_dict().items()
+    special = [value for name, value in fields if name.endswith(("token_id", "token_index"))]
     ids = [one for one in range(min(text.vocab_size, 4 * tokens)) if one not in special]
     places = torch.arange(rows * tokens) * 7 % len(ids)
     mask = torch.ones(rows, tokens, dtype=torch.long)
@@ -158,18 +149,13 @@ def text_batch(config: PretrainedConfig) -> dict[str, torch.Tensor]:
 
 
 def pictured_batch(whole: PreTrainedModel, sizes: Sizes) -> Batch:
-    """A micro-batch with pictures in its first row; its sizes stand nowhere in the configuration.
-
-    Raises:
-        UserError: it is not known what pictures the model takes, or sizes can't be told apart.
-    """
+    """A micro-batch with pictures in its first row; its sizes are not in the configuration."""
     numbers = set(_numbers(whole.config.to_dict()))
     rows = next(one for one in _ROWS if one not in numbers)
     for count in range(2, 9):
         pictures = (count, *[0] * (rows - 1))
-        batch: Batch
         with torch.no_grad():
-            batch = picture_batch(whole.config, whole, rows=pictures, dtype=whole.dtype)
+            batch: Batch = picture_batch(whole.config, whole, rows=pictures, dtype=whole.dtype)
         for _ in range(32):
             found = list(sizes(batch).values())
             if len(set(found)) == len(found) and numbers.isdisjoint(found):
@@ -177,8 +163,8 @@ def pictured_batch(whole: PreTrainedModel, sizes: Sizes) -> Batch:
             batch = longer(batch)
     raise UserError(
         f"{type(whole).__name__} ({whole.config.model_type}) cannot be split over stages: its "
-        "configuration contains every number of image tokens that a small micro-batch can have. "
-        "Train it on one GPU, or write a subclass of StageModel (docs/add_a_model.md)."
+        "configuration has every number of image tokens of a small micro-batch. Write a subclass "
+        "of StageModel (docs/add_a_model.md)."
     )
 
 
@@ -206,25 +192,23 @@ def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
     is_vision = (name for name, one in models if type(one.config) is type(vision))
     tower = next(is_vision, "") if vision is not None else ""
     beside_tower: list[str] = []
-    kinds = {
+    kinds = [
         type(getattr(whole.config, n, None)) for n in whole.config.sub_configs if "vision" in n
-    }
+    ]
     for name, one in models if tower else ():
-        if type(one.config) in kinds and not any(_is_in(name, o) for o in (tower, *beside_tower)):
+        if type(one.config) in kinds and not any(is_in(name, o) for o in (tower, *beside_tower)):
             beside_tower.append(name)
     steps = plan.layers.split(".")
     ancestors = [".".join(steps[:count]) for count in range(1, len(steps))]
     # the outermost that holds the layers, and neither head nor what makes embeddings of pictures
     text_model = next(
-        (path for path in ancestors if not any(_is_in(one, path) for one in (head, tower) if one)),
+        (path for path in ancestors if not any(is_in(one, path) for one in (head, tower) if one)),
         plan.layers,
     )
     known = (text_model, tower, head, names.get(id(whole.get_input_embeddings()), ""))
     rest = [path for path in _outermost(whole, known) if path]
     places = {
-        path: set[int]().union(
-            *(where for name, where in plan.owners.items() if _is_in(name, path))
-        )
+        path: set[int]().union(*(where for name, where in plan.owners.items() if is_in(name, path)))
         for path in rest
     }
     behind = tuple(path for path in rest if places[path] == {plan.size})
@@ -240,11 +224,12 @@ def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
         beside_projector=tuple(projectors[1:]),
         behind=behind,
         beside_tower=tuple(beside_tower),
-        beside_text=() if _is_in(known[-1], text_model) else known[-1:],
+        beside_text=() if is_in(known[-1], text_model) else known[-1:],
     )
 
 
-def _is_in(path: str, parent: str) -> bool:
+def is_in(path: str, parent: str) -> bool:
+    """Whether a path is that of a module or inside of it."""
     return path == parent or path.startswith(parent + ".")
 
 
@@ -258,7 +243,7 @@ def _outermost(whole: nn.Module, known: tuple[str, ...]) -> list[str]:
             here = prefix + name
             if here in known or next(child.parameters(), None) is None:
                 continue
-            if any(_is_in(one, here) for one in known if one):
+            if any(is_in(one, here) for one in known if one):
                 visit(child, here)
             elif not isinstance(child, PreTrainedModel):  # an audio tower, say
                 found.append(here)
@@ -281,13 +266,11 @@ def _mergers(whole: PreTrainedModel, plan: SplitPlan, tower: str) -> list[str]:
     is_begun, found = False, list[str]()
     for name, last in plan.seen.items():
         is_begun = is_begun or name.startswith(f"{tower}.{blocks}.")
-        is_outside = name.startswith(tower + ".") and not _is_in(name, f"{tower}.{blocks}")
-        if not (is_begun and is_outside and last == width) or any(
-            _is_in(name, one) for one in found
-        ):
-            continue
-        if any(weight.ndim > 1 for weight in whole.get_submodule(name).parameters()):
-            found.append(name)
+        is_outside = name.startswith(tower + ".") and not is_in(name, f"{tower}.{blocks}")
+        is_new = is_begun and is_outside and not any(is_in(name, one) for one in found)
+        if is_new and last == width:
+            if any(weight.ndim > 1 for weight in whole.get_submodule(name).parameters()):
+                found.append(name)
     lists = {name.rpartition(".")[0] for name in found if name.rpartition(".")[2].isdigit()}
     return [*(one for one in found if one.rpartition(".")[0] not in lists), *sorted(lists)]
 

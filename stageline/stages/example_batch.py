@@ -1,9 +1,7 @@
 """A micro-batch with pictures for any vision-language model, without its processor.
 
 What a tower takes is told by the parameters of its `get_image_features`, and by the fields of its
-configuration; pictures are as small as they can be. Used where a model is tried before there is
-data: in the rehearsal of a split, in the sweep over all families, and where a replica without a
-picture does the work of one.
+configuration; pictures are as small as they can be.
 
 Shapes: N pictures, R rows of a micro-batch, T tokens, P patches, C channels, H and W pixels.
 """
@@ -26,14 +24,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class PictureOrder:
-    """The number of example pictures, with their pixels and device.
-
-    Attributes:
-        config: of the whole model.
-        rows: pictures of each row.
-        fill: shape -> pixels.
-        device: of the integers.
-    """
+    """The number of example pictures of each row, with their pixels and device."""
 
     config: PretrainedConfig
     rows: Sequence[int]
@@ -43,10 +34,6 @@ class PictureOrder:
     @property
     def vision(self) -> PretrainedConfig:
         return getattr(self.config, "vision_config", self.config)
-
-    @property
-    def num_images(self) -> int:
-        return sum(self.rows)
 
     @property
     def channels(self) -> int:
@@ -59,16 +46,14 @@ class PictureOrder:
     def in_rows(self, values: torch.Tensor) -> torch.Tensor:
         """[N, ...] -> [R, most pictures of a row, ...]; zeros where a row has fewer."""
         places = values.new_zeros((len(self.rows), max(self.rows), *values.shape[1:]))
-        taken = 0
-        for row, count in enumerate(self.rows):
-            places[row, :count] = values[taken : taken + count]
-            taken += count
+        for place, own in zip(places, values.split(list(self.rows)), strict=True):
+            place[: len(own)] = own
         return places
 
 
 def picture_layouts(order: PictureOrder, names: frozenset[str]) -> Iterator[Batch]:
     """Layouts of pictures that fit the names of what a tower takes, the likeliest first."""
-    config, vision, fill, count = order.config, order.vision, order.fill, order.num_images
+    config, vision, fill, count = order.config, order.vision, order.fill, sum(order.rows)
     channels, integers, in_rows = order.channels, order.integers, order.in_rows
     wide = [1 + index % 2 for index in range(count)]  # every second picture is twice as wide
     side = side_of(getattr(vision, "patch_size", None) or 0)
@@ -167,7 +152,7 @@ def picture_layouts(order: PictureOrder, names: frozenset[str]) -> Iterator[Batc
 
 def _whole_pictures(order: PictureOrder, names: frozenset[str]) -> Iterator[Batch]:
     """Pictures of the one size that the tower takes: [N, C, H, W]."""
-    vision, fill, count = order.vision, order.fill, order.num_images
+    vision, fill, count = order.vision, order.fill, sum(order.rows)
     places = (vision, getattr(vision, "sam_config", None), order.config)
     size = next((o for one in places if (o := getattr(one, "image_size", None))), None)
     if size is None or not (hasattr(vision, "hidden_size") or hasattr(vision, "sam_config")):
@@ -219,15 +204,12 @@ def example_pictures(
     device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
 ) -> Batch | None:
-    """Return a tower's inputs for small pictures; the second has another size if it may.
+    """Return a tower's inputs for small pictures; None: it is not known what this model takes.
 
     Args:
         whole: the model; without it the likeliest layout is given, untried.
         rows: pictures of each row; some families keep pictures by row.
         generator: draws pixels; None: they are all ones, because zeros may stand for no picture.
-
-    Returns:
-        Pixels and what belongs to them; None: it is not known what this model takes.
     """
 
     def fill(*shape: int) -> torch.Tensor:
@@ -267,9 +249,6 @@ def picture_batch(
     Args:
         rows: pictures of each row; rows are padded on the right to the longest.
         longer: tokens of text that are added to each row.
-
-    Raises:
-        UserError: it is not known what pictures this model takes.
     """
     generator = torch.Generator().manual_seed(seed)
     pictures, counts = {}, []

@@ -35,13 +35,10 @@ def is_packed(batch: Batch) -> bool:
 
 
 # -- facts about rows that the host has, so that transformers need not ask the device for them
-# In a row that is padded on the right, a token sees only what is before it, so none of the padding:
-# a mask that is causal besides hides nothing more by hiding the padding. Without it sdpa and flash
-# attention take their causal kernels, and no check for padding runs. The outputs at padding are
-# then other numbers, which no loss reads.
-#
-# Only the mask is left out that transformers builds for its attention. Other uses of the model's
-# `attention_mask` (positions, alibi, states of a Mamba layer, the loss of routers) stay.
+# In a row that is padded on the right, a token sees none of the padding under a causal mask. With
+# no mask sdpa and flash attention take their causal kernels; outputs at padding are then other
+# numbers, which no loss reads. Other uses of the model's `attention_mask` (positions, alibi, states
+# of a Mamba layer, the loss of routers) stay.
 
 _KERNELS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
@@ -49,7 +46,6 @@ _KERNELS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_at
 def row_lengths(batch: Mapping[str, torch.Tensor]) -> Batch:
     """Real tokens of each row [B], where all rows are padded on the right; else nothing.
 
-    Read on the host, by every stage of the same integers; by its presence a stage tells such rows.
     Nothing is said of packed rows, nor where a loss would read what padding comes to.
     """
     mask_BT, labels_BT = batch["attention_mask"], batch.get("labels")
@@ -68,9 +64,8 @@ class _Rows:
 
     Attributes:
         mask_BT: of rows that are padded on the right, as the model gets it.
-        seen: masks that transformers made of just this mask.
-        is_packed: borders are there to be found.
         looks: transformers may ask the device whether a mask can be left out.
+        seen: masks that transformers made of just this mask.
     """
 
     mask_BT: torch.Tensor | None = None
@@ -149,12 +144,8 @@ _tell_library()
 def host_positions(base: nn.Module, batch: Batch) -> Batch:
     """Positions [axes, B, T] that follow from pictures' sizes, as the model's forward makes them.
 
-    Made on the host, of the micro-batch's own integers, by the very function that the forward
-    calls where it gets none: on a device that would wait some ten times for each picture, on every
-    stage. Nothing where positions are those of text.
-
-    Args:
-        base: the base model of transformers; it is not changed.
+    Made on the host, by the very function that the forward calls where it gets none: on a device
+    that would wait some ten times for each picture. Nothing where positions are those of text.
     """
     if not hasattr(base, "get_rope_index"):
         return {}
@@ -181,11 +172,7 @@ def axes_positions(
 def multimodal_positions(
     batch: Batch, get_rope_index: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
-    """Position ids [4, B, T]: of the text, which show the borders, then time, height, width.
-
-    Args:
-        get_rope_index: the model's own; it is asked about the samples as rows of their own.
-    """
+    """Position ids [4, B, T]: of the text, which show the borders, then time, height, width."""
     samples_BT, text_BT = batch["sample_ids"], batch["position_ids"]
     axes_3BT = torch.zeros(3, *text_BT.shape, dtype=text_BT.dtype, device=text_BT.device)
     is_real_BT = samples_BT >= 0
@@ -204,26 +191,20 @@ def multimodal_positions(
 
         grids = {name: batch[name] for name in ("image_grid_thw",) if name in batch}
         alone_3SL = axes_positions(
-            get_rope_index,
+            get_rope_index,  # it is asked about the samples as rows of their own
             input_ids=unpack(batch["input_ids"]),
             mm_token_type_ids=unpack(batch.get("mm_token_type_ids", torch.zeros_like(text_BT))),
             attention_mask=unpack(torch.ones_like(samples_BT)),
             **grids,
         )
-        if len(alone_3SL) != 3:
-            raise UserError(
-                f"`packing`: the model's get_rope_index gives positions of {len(alone_3SL)} axes; "
-                "packed rows of pictures need 3. Leave `packing` out."
-            )
         axes_3BT[:, is_real_BT] = alone_3SL[:, sample_N, place_N].to(axes_3BT)
     return torch.cat((text_BT[None], axes_3BT))
 
 
 # -- the load-balancing loss of mixture-of-experts decoders, exact on any number of stages
 # transformers takes its averages over the real tokens of all layers at once, so the loss of a model
-# is not the mean of its layers' losses. Its ingredients are sums, though: they travel with the
-# hidden states as one small float32 tensor, each stage adds its own layers, and the last one
-# computes the loss. The gradient of the probabilities comes back through the same tensor.
+# is not the mean of its layers' losses. Its ingredients are sums that travel with the hidden states
+# as one small float32 tensor; the last stage computes the loss.
 #
 # Shapes: E experts, K experts per token, N = B x T rows of a micro-batch.
 
@@ -240,14 +221,10 @@ class RouterLoss:
     expert's probabilities, and the number of rows, all over the layers so far. Counts stay exact
     up to 2^24 per expert and micro-batch.
 
-    Attributes:
-        num_experts: E.
-        top_k: K.
-        coefficient: what the loss is multiplied by.
     """
 
-    num_experts: int
-    top_k: int
+    num_experts: int  # E
+    top_k: int  # K
     coefficient: float
 
     def example(self) -> torch.Tensor:
@@ -303,14 +280,7 @@ class RouterLoss:
 
 
 def find_router_loss(whole: PreTrainedModel, *, coefficient: float | None = None) -> RouterLoss:
-    """The router loss of a whole model, read from the model and checked against its own function.
-
-    Args:
-        coefficient: replaces the one of the configuration.
-
-    Raises:
-        UserError: the model has no such loss, or one of another form.
-    """
+    """The router loss of a whole model, checked against the function of transformers."""
     library = getattr(sys.modules[type(whole).__module__], LIBRARY_NAME, None)
     records = ROUTER_LOGITS in (getattr(whole.base_model, "_can_record_outputs", None) or {})
     names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
@@ -344,8 +314,7 @@ def find_router_loss(whole: PreTrainedModel, *, coefficient: float | None = None
 # -- tries, before training, whether a stage keeps packed samples apart. Uses no model's name
 # Two samples are in one row. The gradient of the second one's output with respect to the first
 # one's input must be exactly zero (and the other way round), and the second must come out as it
-# does in a row of its own. Catches models that build no mask from positions, mix neighbours by
-# convolutions or recurrences, or take no position ids, and attention kernels that see one row only.
+# does in a row of its own.
 #
 # Shapes: B rows, T tokens, H hidden size.
 
@@ -361,15 +330,10 @@ def check_packing(
     device: torch.device | str = "cpu",
     ids_N: torch.Tensor = _FEW_IDS,
 ) -> None:
-    """Refuses a stage in which a packed sample depends on another one.
-
-    Runs the stage forward on a few tokens, as many rows as a micro-batch has; no gradient is kept.
+    """Refuse a stage in which a packed sample depends on another one.
 
     Args:
         ids_N: of both samples, which are equally long.
-
-    Raises:
-        UserError: says what goes wrong and what to do.
     """
     was_training = model.training
     model.eval()
@@ -423,11 +387,10 @@ def _run(
 
 def _row_axis(model: Any, values: torch.Tensor, shape: Sequence[int]) -> int:
     """The axis of rows, behind which that of tokens is; some models carry several streams."""
-    found = [at for at in range(values.ndim) if list(values.shape[at : at + 2]) == list(shape)]
-    if not found:
-        came = list(values.shape)
-        raise _refusal(model, f"it makes {came}, not [rows, tokens, width], which can't be tried")
-    return found[0]
+    for axis in range(values.ndim):
+        if list(values.shape[axis : axis + 2]) == list(shape):
+            return axis
+    raise _refusal(model, f"it makes {list(values.shape)}, not [rows, tokens, width]")
 
 
 def _by_token(model: Any, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -462,7 +425,7 @@ def _embedded(model: Any) -> Iterator[list[torch.Tensor]]:
 
     inner = model if getattr(model, "whole", None) is None else model.whole
     if not hasattr(inner, "get_input_embeddings"):
-        raise _refusal(model, "it has no get_input_embeddings, so that this can't be tried")
+        raise _refusal(model, "it has no get_input_embeddings")
     handle = inner.get_input_embeddings().register_forward_hook(catch)
     try:
         yield found

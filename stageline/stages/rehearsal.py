@@ -67,11 +67,9 @@ class ForwardTrace(TorchDispatchMode):
     """Watches all operators and modules of one forward pass.
 
     Attributes:
-        calls: of every module by its name, in their order.
         weight_reads: id of a weight's storage -> times at which its values were read.
         reads: (time, storage, operator) of each read of a tainted tensor that is not a weight.
-        last_read: storage -> when its values were read last, tainted or not.
-        born: storage -> when it was written last.
+        last_read, born: storage -> when its values were read last, tainted or not; and written.
     """
 
     def __init__(self, whole: nn.Module) -> None:
@@ -116,8 +114,8 @@ class ForwardTrace(TorchDispatchMode):
                 self._tainted.add(storage)
         return output
 
-    def enter(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Record the call of a module."""
+    def enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Record the call of a module; a hook."""
         self.now += 1
         leaves = []
         for path, value in walk({"a": args, "k": kwargs}):
@@ -130,8 +128,8 @@ class ForwardTrace(TorchDispatchMode):
             TracedCall(self.now, leaves=leaves, has_graph=torch.is_grad_enabled())
         )
 
-    def leave(self, name: str, output: Any) -> None:
-        """The last call of a module returns."""
+    def leave(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        """The last call of a module returns; a hook."""
         self.now += 1
         call = next(call for call in reversed(self.calls[name]) if call.end < 0)
         call.end, call.output = self.now, output
@@ -148,17 +146,11 @@ def rehearse(whole: nn.Module, run: Callable[[], object], batch: Mapping[str, An
     watched._kept += _tensors(dict(batch))
     handles: list[RemovableHandle] = []
 
-    def enter(name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        watched.enter(name, args, kwargs)
-
-    def leave(name: str, module: nn.Module, args: tuple, output: Any) -> None:
-        watched.leave(name, output)
-
     for name, module in whole.named_modules():
         if name:
-            before = functools.partial(enter, name)
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(functools.partial(leave, name)))
+            enter = functools.partial(watched.enter, name)
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(functools.partial(watched.leave, name)))
     try:
         # no stand-in asks for a gradient; where the mode is off, the model has turned it off
         with torch.enable_grad(), torch.random.fork_rng(devices=[]), watched:

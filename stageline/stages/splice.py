@@ -93,13 +93,11 @@ class _Hollow:
 
 @dataclass
 class _Pass:
-    """One forward pass of a stage.
+    """One forward pass of a stage: slot -> its tensor.
 
     Attributes:
-        came, sent: slot -> its tensor.
         taken: slots whose tensor a layer has taken in.
-        incoming, outgoing: the slots of both borders.
-        taken_instead: slots that a layer took in the place of the one that was meant.
+        taken_instead: those that a layer took in the place of the one that was meant.
     """
 
     came: Tensors
@@ -128,12 +126,7 @@ def _by_place(slots: Sequence[Slot]) -> dict[Where, list[tuple[Path, int]]]:
 
 
 class Spliced(_Mixed):
-    """Mixed into a stage model of a transformers model.
-
-    Attributes:
-        plan: of the whole model.
-        whole, layers: of the stage model.
-    """
+    """Mixed into a stage model of a transformers model."""
 
     plan: SplitPlan
     whole: Any
@@ -152,11 +145,9 @@ class Spliced(_Mixed):
 
     def splice(self, whole: nn.Module) -> None:
         """Drops from a whole model, in place, what this stage never reads."""
-        own = {
-            name for name, _ in whole.named_parameters(remove_duplicate=False) if self.owns(name)
-        }
+        names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
         self._hollow = ()
-        self._keep(whole, "", own)
+        self._keep(whole, "", set(filter(self.owns, names)))
 
     def _keep(self, module: nn.Module, path: str, own: set[str]) -> None:
         """Goes down to the outermost modules without a weight of this stage."""
@@ -221,12 +212,7 @@ class Spliced(_Mixed):
     def run_spliced(
         self, run: Callable[[], Any], came: Tensors, *, has_pictures: bool, ids: torch.Tensor
     ) -> Any:
-        """Runs the model's forward as this stage.
-
-        Args:
-            run: the whole model's forward.
-            came: what the stage before sent; nothing on the first one.
-            ids: token ids.
+        """Run the model's forward as this stage, on what the stage before sent.
 
         Returns:
             What `run` returns on the last stage, else the tensors to send.
@@ -234,8 +220,7 @@ class Spliced(_Mixed):
         plan = self.plan
         incoming = () if self.is_first else plan.slots(self.layers.start, has_pictures=has_pictures)
         outgoing = () if self.is_last else plan.slots(self.layers.stop, has_pictures=has_pictures)
-        if len(came) != len(incoming):
-            raise AssertionError(f"{len(came)} tensors for {len(incoming)} slots")
+        assert len(came) == len(incoming), f"{len(came)} tensors for {len(incoming)} slots"
         current = self._pass = _Pass(came, incoming, outgoing)
         output: Any = None
         is_cut = False
@@ -279,10 +264,8 @@ class Spliced(_Mixed):
     ) -> tuple[tuple, dict[str, Any]] | None:
         """Insert received tensors and collect tensors to send; a pre-hook."""
         current = self._pass
-        if current is None:
-            return None  # a module that is called by itself
-        if where not in current.inject and where not in current.capture:
-            return None
+        if current is None or (where not in current.inject and where not in current.capture):
+            return None  # without a pass, a module is called by itself
         arguments = self._take_in(where, {"a": args, "k": kwargs})
         return arguments["a"], arguments["k"]
 

@@ -166,10 +166,9 @@ def make_plan(
     depth: int | None,
     numbers: Collection[int],
 ) -> SplitPlan:
-    """Rehearses a model that can run, on stand-ins for its weights, and plans its split.
+    """Rehearse a model that can run, on stand-ins for its weights, and plan its split.
 
     Args:
-        run: the forward pass of the model on a batch.
         batch: a micro-batch of text.
         pictures: a micro-batch with pictures, if the model takes any.
         is_pixel: whether an input goes only to the first stage.
@@ -392,10 +391,7 @@ def _leaves(call: TracedCall | None) -> list[Leaf]:
 
 
 def _outside_reads(watched: _Watched, border: int) -> dict[int, tuple[int, str]]:
-    """Tainted tensors made before the border that are read behind it outside of their layers.
-
-    Outside of a layer that has them as an argument, that is: the code around the layers holds them.
-    """
+    """Tainted tensors made before the border that the code around the layers reads behind it."""
     log, start = watched.log, watched.starts[border]
     found: dict[int, tuple[int, str]] = {}
     for time, storage, operator in log.reads:

@@ -20,6 +20,7 @@ from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_fo
 
 from stageline.errors import UserError
 from stageline.modules.recompute import RandomState
+from stageline.pipeline.topology import layer_range
 from stageline.stages.causal_lm import run_whole
 from stageline.stages.discover import is_pixel, plan_of, sizes_of
 from stageline.stages.example_batch import example_pictures, image_token
@@ -111,22 +112,15 @@ class VisionLanguageStage(VisionStages):
 
     def front_weights(self) -> list[nn.Parameter]:
         """The weights of tower and projector that this stage has."""
-        weights: dict[nn.Parameter, None] = {}
-        for path in (*self.parts()["vit"], *self.parts()["mlp"]):
-            parent, _, name = path.rpartition(".")
-            found = getattr(self.get_submodule(parent), name)
-            found = [found] if isinstance(found, torch.Tensor) else found.parameters()
-            weights.update(dict.fromkeys(found))
-        return list(weights)
+        return [p for name, p in self.named_parameters() if self.part_of(name) in ("vit", "mlp")]
 
 
 class Gemma3VisionStage(VisionLanguageStage):
     """A stage of Gemma3ForConditionalGeneration: a picture's tokens see each other, both ways.
-    Every stage builds its masks with the code of transformers from `token_type_ids`, which all
-    stages have. For packed rows that code is wrong in sliding layers of transformers 5.17 to 5.23:
-    it looks up which image a token belongs to by the token's position in its sample, not in the
-    row. So masks of packed rows are made here: those of full layers by transformers, those of
-    sliding layers from them.
+
+    For packed rows the masks of sliding layers are wrong in transformers 5.17 to 5.23: it looks up
+    a token's image by the position in its sample, not in the row. So they are made here: those of
+    full layers by transformers, those of sliding layers from them.
     """
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
@@ -136,8 +130,8 @@ class Gemma3VisionStage(VisionLanguageStage):
         types_BT = inputs["token_type_ids"]
         if self.text_config._attn_implementation == "flex_attention":
             raise UserError(
-                f"Packed rows of {type(self.whole).__name__} require a mask of numbers, which the "
-                "attention flex does not take. Choose `attention` sdpa, or leave `packing` out."
+                f"Packed rows of {type(self.whole).__name__} require a mask, which the attention "
+                "flex does not take. Choose `attention` sdpa, or leave `packing` out."
             )
         full_B1TT = create_causal_mask(
             self.text_config,
@@ -162,11 +156,9 @@ class Gemma3VisionStage(VisionLanguageStage):
 class CrossAttentionStage(VisionLanguageStage):
     """A stage of a decoder whose layers look at images by cross-attention: Mllama.
 
-    No image token becomes features: the tower and projector on stage 0 make states, which layers in
-    between attend to. The states travel next to the hidden states as far as the last such layer.
-    Masks are rebuilt on every stage from the integers of the micro-batch. A micro-batch without
-    images has no states: transformers then skips the layers that would look at them, and only
-    hidden states cross a border.
+    No image token becomes features: the tower and projector on stage 0 make states, which travel
+    next to the hidden states as far as the last layer that attends to them. Without images there
+    are none: transformers then skips these layers, and only hidden states cross a border.
 
     Shapes: M images of the fullest row, P patches a tile (and one), S tiles an image, in shapes of
     borders of all images.
@@ -182,12 +174,8 @@ class CrossAttentionStage(VisionLanguageStage):
         return (vision.image_size // vision.patch_size) ** 2 + 1
 
     def modules_to_shard(self) -> list[torch.nn.Module]:
-        """Return layers without cross-attention: a replica without images skips the others.
-
-        FSDP gathers the weights of a sharded module when all replicas call it.
-        """
-        attending = self.text_config.cross_attention_layers
-        own = set(self.layers).difference(attending)
+        """Return layers without cross-attention: a replica without images skips the others."""
+        own = set(self.layers) - self.fixed_layers()
         return [layer for index, layer in self.layer_list() if index in own]
 
     def sizes(self, batch: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -242,8 +230,7 @@ class CrossAttentionStage(VisionLanguageStage):
     def decode_inputs(self, kept: Sequence[Batch], num_columns: int) -> Batch:
         """Return the mask [B, T, M, S], with as many images a row as the fullest one has.
 
-        It has a place for each column before the step's too: older releases of transformers look up
-        the step's there, newer ones cut the last one out. Rows of only text see nothing.
+        It has a place for each column, as older releases of transformers look up the step's there.
         """
         masks = [row.get(CROSS_MASK) for row in kept]
         seen = [mask for mask in masks if mask is not None]
@@ -260,11 +247,9 @@ class CrossAttentionStage(VisionLanguageStage):
         """Return the image cells of the stage with the largest share of cross-attention layers."""
         if IMAGE_IDS not in batch:
             return 0
-        fixed, shares, start = self.fixed_layers(), [], 0
-        for count in self.partition:
-            own = range(start, start + count)
-            num_fixed = sum(index in fixed for index in own)
+        shares = []
+        for stage, count in enumerate(self.partition):
+            num_fixed = len(self.fixed_layers().intersection(layer_range(self.partition, stage)))
             shares.append(num_fixed / max(1, count - num_fixed))
-            start += count
         num_tiles = batch[IMAGE_IDS].numel() * self.config.vision_config.max_num_tiles
         return math.ceil(num_tiles * self.num_patches * max(shares))

@@ -1,10 +1,10 @@
 """A vision tower on stages of its own, before those of the decoder: `vision_stages n`.
 
 Stages 0 to n - 1 hold the tower's blocks, stage 0 also what comes before them and stage n - 1 what
-comes behind, with the projector. Stage n is the first of the decoder. All run the model's own
-forward: on a stage of the tower the blocks of earlier stages give what came over the border (an
-`Arrival`), and the first of a later stage ends the forward (a `Departure`); on stage n
-`get_image_features` gives what came.
+comes behind, with the projector. Stage n is the first of the decoder. The splice drops what a stage
+does not own, as everywhere, and all stages run the model's own forward: in a tower the blocks of
+earlier stages give what came over the border (an `Arrival`), and the first of a later stage ends
+the forward (a `Departure`); on stage n `get_image_features` gives what came.
 
 A micro-batch without an image sends one blank image through the tower without a graph, so that
 every stage has something to send and every replica does the same work. Shapes follow from small
@@ -26,9 +26,9 @@ from stageline.errors import UserError
 from stageline.modules.pass_through import PassThrough, ZeroEmbedding
 from stageline.pipeline.topology import layer_range, uniform_partition
 from stageline.stages.causal_lm import CausalLMStage
-from stageline.stages.discover import tower_blocks
+from stageline.stages.discover import is_in, tower_blocks
 from stageline.stages.example_batch import example_pictures, image_token, side_of
-from stageline.stages.splice import Cut
+from stageline.stages.splice import Absent, Cut
 
 Batch = dict[str, torch.Tensor]
 WITH_CLASS_TOKEN = ("clip_vision_model", "internvl_vision")
@@ -38,12 +38,8 @@ FIXED_TOWERS = (*WITH_CLASS_TOKEN, "siglip_vision_model")
 class TowerImages:
     """One family; the base cuts images to square tiles of one size, an equal number of tokens each.
 
-    Args:
-        config: of the whole model.
-
     Attributes:
         integers: names of the integers that a tower needs in addition to the pixels.
-        num_blocks: of the tower.
         deepstack: the blocks behind which features branch off for later decoder layers.
     """
 
@@ -70,7 +66,6 @@ class TowerImages:
         return self.example_shape(num_tokens // self.tile_tokens())
 
     def blank_shape(self) -> tuple[int, ...]:
-        """Return the shape of the hidden states of a blank image."""
         return self.example_shape(1)
 
     def example_shape(self, num_images: int) -> tuple[int, ...]:
@@ -96,16 +91,16 @@ class TowerImages:
     def pixels(self, hidden: torch.Tensor) -> torch.Tensor:
         """Pixels of the right shape without a content, and without memory; none is zero."""
         size = self.tile_size()
-        # the one number is shared, so that a thousand tiles cost nothing
         return hidden.new_ones(1).expand(len(hidden), 3, size, size)
 
     def refill(self, hidden: torch.Tensor, batch: Batch) -> Batch:
         """Image inputs for a stage that gets hidden states; of the pixels the shape counts."""
-        integers = {name: batch[name] for name in self.integers if name in batch}
-        if not integers and self.integers:
-            blank = self.blank(hidden)
-            integers = {name: blank[name] for name in self.integers}
-        return {"pixel_values": self.pixels(hidden), **integers}
+        if self.integers and self.integers[0] not in batch:
+            batch = self.blank(hidden)
+        return {
+            "pixel_values": self.pixels(hidden),
+            **{name: batch[name] for name in self.integers},
+        }
 
     def blank(self, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> Batch:
         """All image inputs of one small image, where a micro-batch has none."""
@@ -145,9 +140,8 @@ class LlavaImages(TowerImages):
         super().__init__(config)
         if self.vision.model_type not in FIXED_TOWERS:
             raise UserError(
-                f"`vision_stages` does not work with a tower of type {self.vision.model_type!r}. "
-                f"It takes {', '.join(FIXED_TOWERS)}. Use `visual_gpu_ratio` or `partition` "
-                "instead."
+                f"`vision_stages` takes a tower of type {', '.join(FIXED_TOWERS)}, not "
+                f"{self.vision.model_type!r}. Use `visual_gpu_ratio` or `partition`."
             )
 
     def tile_tokens(self) -> int:
@@ -232,7 +226,7 @@ class Arrival(PassThrough):
 
 
 class Departure(PassThrough):
-    """Stands for the first block of the next stage."""
+    """Stands for the blocks of later stages: the first one ends the forward."""
 
     def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         raise Cut(super().forward(*args, **kwargs))
@@ -244,10 +238,14 @@ class VisionStages(CausalLMStage):
     Attributes:
         images: what the stages of the tower know of images; not there without such stages.
         tower_partition: blocks of each stage of the tower.
+        blocks: path of their list inside of the tower.
+        before_blocks: children of the tower that run before them.
     """
 
     images: TowerImages
     tower_partition: list[int]
+    blocks: str
+    before_blocks: list[str]
 
     def __init__(
         self,
@@ -278,10 +276,6 @@ class VisionStages(CausalLMStage):
     def is_first(self) -> bool:
         """The stage that embeds the token ids."""
         return self.stage == self.vision_stages
-
-    @property
-    def is_last_of_tower(self) -> bool:
-        return self.stage == self.vision_stages - 1
 
     @property
     def tower_layers(self) -> range:
@@ -326,55 +320,50 @@ class VisionStages(CausalLMStage):
         shapes = [features if self.is_first else hidden_shape, *branches]
         return tuple(torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes)
 
+    def owns(self, name: str) -> bool:
+        paths = self.paths
+        front = (paths.vision_tower, paths.projector, *paths.beside_projector)
+        if not self.vision_stages or not any(is_in(name, path) for path in front):
+            return super().owns(name)
+        if not self.is_tower:
+            return False
+        # the block whose stage has it
+        child, *rest = name.removeprefix(paths.vision_tower + ".").split(".")
+        block = self.images.num_blocks - 1
+        if is_in(name, f"{paths.vision_tower}.{self.blocks}"):
+            block = int(rest[self.blocks.count(".")])
+        elif child == DEEPSTACK:
+            block = self.images.deepstack[int(rest[0])]
+        elif is_in(name, paths.vision_tower) and child in self.before_blocks:
+            block = 0
+        return block in self.tower_layers
+
     def prune(self, whole: PreTrainedModel) -> None:
         if not self.vision_stages:
             super().prune(whole)
             return
-        paths = self.paths
-        front = (paths.vision_tower, paths.projector, *paths.beside_projector)
-        kept = {path: _get(whole, path) for path in front}
+        tower = whole.get_submodule(self.paths.vision_tower)
+        self.blocks = tower_blocks(tower, self.config)
+        names = [name for name, _ in tower.named_children()]
+        self.before_blocks = names[: names.index(self.blocks.partition(".")[0])]
         super().prune(whole)
-        if self.is_first:
-            for path in reversed(front):
-                _drop(whole, path)
-        elif self.is_tower:
-            tower = kept[paths.vision_tower]
-            _put(whole, paths.vision_tower, tower)
-            for path in front[1:]:
-                stays = self.is_last_of_tower or path.endswith(DEEPSTACK)
-                is_inside = path.startswith(paths.vision_tower + ".")
-                if is_inside and not stays:
-                    _drop(whole, path)
-                elif stays and not is_inside:
-                    _put(whole, path, kept[path])
-            self._prune_tower(whole.get_submodule(paths.vision_tower))
-
-    def _prune_tower(self, tower: nn.Module) -> None:
-        path, own = tower_blocks(tower, self.config), self.tower_layers
-        blocks = cast(nn.ModuleList, tower.get_submodule(path))
+        if not self.is_tower:
+            return
+        blocks, own = cast(nn.ModuleList, tower.get_submodule(self.blocks)), self.tower_layers
         for index, block in enumerate(blocks):
             if index < own.start:
                 # transformers records outputs of blocks by class: this subclass counts as a block
-                kind = type(block)
+                kind = type(cast(Absent, block).original)
                 blocks[index] = type(kind.__name__, (Arrival, kind), {})()
             elif index >= own.stop:
                 blocks[index] = Departure()
-        is_behind = False
-        for name, child in tower.named_children():
-            if name == path.partition(".")[0]:
-                is_behind = True
-            elif name == DEEPSTACK:
-                mergers = cast(nn.ModuleList, child)
-                for place, index in enumerate(self.images.deepstack):
-                    if index not in own:
-                        mergers[place] = Arrival() if index < own.start else PassThrough()
-            elif next(child.parameters(), None) is None:
-                continue  # rotary tables: every stage computes them
-            elif is_behind and not self.is_last_of_tower:
-                tower.set_submodule(name, PassThrough())
-            elif not is_behind and self.stage > 0:
-                is_table = isinstance(child, nn.Embedding)
+        for name in self.before_blocks:
+            if isinstance(child := tower.get_submodule(name), Absent):
+                is_table = isinstance(child.original, nn.Embedding)
                 tower.set_submodule(name, ZeroEmbedding() if is_table else Arrival())
+        for place, index in enumerate(self.images.deepstack):
+            if index < own.start:
+                cast(nn.ModuleList, tower.get_submodule(DEEPSTACK))[place] = Arrival()
 
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
@@ -386,7 +375,7 @@ class VisionStages(CausalLMStage):
         return super().forward(hidden_or_ids, *extras, **batch)
 
     def _look(self, ids_or_hidden: torch.Tensor, branches: Tensors, batch: Batch) -> Tensors:
-        """Runs the tower's blocks of this stage; on its last stage, the projector too."""
+        """Run the tower's blocks of this stage; on its last stage, the projector too."""
         has_images = self.images.num_tokens(batch) > 0
         keeps_graph = torch.is_grad_enabled() and has_images
         with self._arriving(ids_or_hidden, branches) as made, torch.set_grad_enabled(keeps_graph):
@@ -452,11 +441,7 @@ class VisionStages(CausalLMStage):
 
 
 def split_tower(images: TowerImages, num_stages: int, counts: list[int] | None) -> list[int]:
-    """Blocks of each stage of a tower.
-
-    Raises:
-        UserError: a stage without a block, or whose later stages need what only an earlier has.
-    """
+    """Blocks of each stage of a tower, as given or evenly."""
     num_blocks = images.num_blocks
     if num_stages > num_blocks:
         raise UserError(
@@ -464,11 +449,10 @@ def split_tower(images: TowerImages, num_stages: int, counts: list[int] | None) 
             f"it to {num_blocks} or less."
         )
     counts = counts or uniform_partition(num_blocks, num_stages)
-    shown = ",".join(map(str, counts))
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_blocks:
         raise UserError(
-            f"`vision_partition` {shown} does not fit a tower of {num_blocks} blocks on "
-            f"{num_stages} stages. Give one count a stage, each at least 1, with that sum."
+            f"`vision_partition` {','.join(map(str, counts))} does not fit a tower of {num_blocks} "
+            f"blocks on {num_stages} stages. Give one count a stage, each at least 1."
         )
     earliest = images.earliest_state()
     if earliest < num_blocks - counts[-1]:
@@ -487,27 +471,3 @@ def _with_nothing_of(inputs: Tensors, output: torch.Tensor | Tensors) -> torch.T
         if tensor.requires_grad:
             first = first + tensor[:0].sum().to(first.dtype)
     return (first, *others) if others else first
-
-
-def _drop(whole: PreTrainedModel, path: str) -> None:
-    parent, _, name = path.rpartition(".")
-    try:
-        module = whole.get_submodule(parent)
-    except AttributeError:
-        return  # its parent went before it: a projector inside a vision tower
-    if name in module._parameters:
-        delattr(module, name)
-        # no longer a weight, but transformers still initializes it
-        setattr(module, name, torch.empty(0, device="cpu"))
-    else:
-        setattr(module, name, PassThrough())
-
-
-def _get(whole: PreTrainedModel, path: str) -> nn.Module | nn.Parameter:
-    parent, _, name = path.rpartition(".")
-    return getattr(whole.get_submodule(parent), name)
-
-
-def _put(whole: PreTrainedModel, path: str, value: nn.Module | nn.Parameter) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(whole.get_submodule(parent), name, value)

@@ -55,10 +55,6 @@ class StreamedModel(nn.Module):
     The wrapped model is not a submodule, so names of parameters and of the state are those of the
     model. Attributes set in the constructor of the wrapper are its own; later ones go to the model.
 
-    Args:
-        optim_dtype: of the optimizer's parameters; default: the model's.
-        name: for messages; default: the place of the call.
-
     Attributes:
         _forwards_to: models that attributes are looked up in, the first one that has it; the last
             is the one that was wrapped. `_forward_to` sets them, and ends the making.
@@ -106,7 +102,6 @@ class StreamedModel(nn.Module):
         raise AttributeError(f"neither {type(self).__name__} nor its model has {name!r}")
 
     def train(self, mode: bool = True) -> Any:
-        """Set the mode of the model."""
         self.__dict__["training"] = mode
         for model in self._forwards_to:
             model.train(mode)
@@ -115,11 +110,9 @@ class StreamedModel(nn.Module):
     def named_modules(
         self, memo: set | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules of the model, by its names."""
         return self._forwards_to[0].named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the model."""
         return self._forwards_to[0].state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,8 +134,8 @@ class StreamedModel(nn.Module):
         if all(fn(tensor) is tensor for tensor in (*model.parameters(), *model.buffers())):
             return self
         raise RuntimeError(
-            f"{type(self).__name__} cannot be moved or cast: its weights live on the host and the "
-            "engine keeps their place. Cast the model before it is wrapped."
+            f"{type(self).__name__} cannot be moved or cast: its weights stay on the host. Cast "
+            "the model before it is wrapped."
         )
 
     def _homes(self) -> list[Home]:
@@ -160,11 +153,7 @@ class StreamedModel(nn.Module):
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield `optim_parameters` with the names that they have in the model.
-
-        Args:
-            remove_duplicate: a parameter of several layers comes once; else under each name.
-        """
+        """Yield `optim_parameters` with the names that they have in the model."""
         self._make_masters()
         masters = {id(home.parameter): master for home, master in self._updated()}
         model = self._forwards_to[0]
@@ -182,12 +171,8 @@ class StreamedModel(nn.Module):
         Asynchronous: V_(t+1) = W_t, one step stale, so steps 0 and 1 both use W_0; this waits for
         the step before only.
 
-        Args:
-            step_fn: touches the optimizer's parameters, their `.grad`, and nothing else of the
-                model.
-
-        Raises:
-            Exception: what this step (synchronous) or the one before raised.
+        `step_fn` touches the optimizer's parameters, their `.grad`, and nothing else of the model.
+        What it raises is raised here, or by the next call if it is asynchronous.
         """
         self._make_masters()
         self._take_shown_gradients()
@@ -242,8 +227,7 @@ class StreamedModel(nn.Module):
 class Detour(torch.autograd.Function):
     """Joins a forward pass without a graph to autograd: its backward recomputes and streams again.
 
-    `run_forward()` gives the output leaves, `run_backward(gradients)` the inputs' gradients. As
-    with a checkpoint, there is no second backward pass through it.
+    `run_forward()` gives the output leaves, `run_backward(gradients)` the inputs' gradients.
     """
 
     @staticmethod
@@ -265,8 +249,7 @@ class Detour(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
         if ctx.is_used:
             raise RuntimeError(
-                "backward ran a second time through one call of RoundPipe, but the first one frees "
-                "the saved tensors. Call the model again."
+                "backward ran a second time through one call of RoundPipe. Call the model again."
             )
         ctx.is_used = True
         return (None, None, None, *ctx.run_backward(gradients))
@@ -289,13 +272,11 @@ def _generators_kept(run: Pass) -> Iterator[None]:
 
 def _input_gradients(part: PassPart) -> list[torch.Tensor | None]:
     """A gradient or None for each tensor of a micro-batch's inputs."""
-    rest = iter(_brought(part.gradients))
-    tensors = tensors_of(part.inputs.value)
-    found = [next(rest) if can_have(leaf) else None for leaf in tensors]
-    return [
-        gradient if leaf.requires_grad else None
-        for leaf, gradient in zip(tensors, found, strict=True)
-    ]
+    rest, found = iter(_brought(part.gradients)), []
+    for leaf in tensors_of(part.inputs.value):
+        gradient = next(rest) if can_have(leaf) else None
+        found.append(gradient if leaf.requires_grad else None)
+    return found
 
 
 def _brought(flow: Flow | None, device: torch.device | str | None = None) -> Any:
@@ -303,9 +284,7 @@ def _brought(flow: Flow | None, device: torch.device | str | None = None) -> Any
     assert flow is not None
     here = bring(flow, None)
     here.mark.wait()
-    if device is None:
-        return here.value
-    return on_tensors(lambda each: each.to(device), here.value)
+    return on_tensors(lambda each: each.to(device or each.device), here.value)
 
 
 def _summed(losses: Sequence[Any]) -> Any:
@@ -358,9 +337,6 @@ class RoundPipe(StreamedModel):
 
         It joins autograd: a later `backward()` recomputes the layers, and adds the gradients of
         parameters up for `step`.
-
-        Raises:
-            Exception: what an earlier optimizer step raised.
         """
         settings, run = self._begin(roundpipe_run_config, args, kwargs)
         is_trained = any(hosted.is_trained for hosted in self._hosted_layers)
@@ -389,9 +365,6 @@ class RoundPipe(StreamedModel):
 
         Returns:
             The sum of losses; with `return_outputs` (that sum, merged outputs).
-
-        Raises:
-            Exception: what a layer, the loss or an earlier optimizer step raised.
         """
         settings, run = self._begin(
             run_config,
@@ -412,20 +385,15 @@ class RoundPipe(StreamedModel):
             if pairs:
                 tensors, gradients = zip(*pairs, strict=True)
                 torch.autograd.backward(tensors, gradients)
-        outputs = (
-            [_brought(part.output, settings.output_device) for part in run.parts]
-            if return_outputs
-            else []
-        )
+        outputs = []
+        if return_outputs:
+            outputs = [_brought(part.output, settings.output_device) for part in run.parts]
         self._settle(run)
         total = _summed(losses)
         return (total, merge_outputs(outputs, settings.merge_output)) if return_outputs else total
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Make this the model that attributes are written to, and looked up in first.
-
-        Names of parameters are its own.
-        """
+        """Make this the model that attributes are written to, and looked up in first."""
         self._forward_to(original_model, *self._forwards_to[-1:])
 
     def _begin(
@@ -479,9 +447,8 @@ class RoundPipe(StreamedModel):
         def forward() -> list[Any]:
             stages = (*plan.forward, plan.backward[0])
             outputs = self._outputs(run, stages, run.segments(plan.backward), settings)
-            leaves, kept["structure"] = pytree.tree_flatten(outputs)
-            kept["leaves"] = leaves
-            return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            kept["leaves"], kept["structure"] = pytree.tree_flatten(outputs)
+            return tensors_of(outputs)
 
         def backward(gradients: tuple) -> list[Any]:
             self._worker.check()

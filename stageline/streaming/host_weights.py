@@ -48,7 +48,6 @@ class Home:
     shown: tuple[torch.Tensor, int] | None = None
 
     def make_master(self, dtype: torch.dtype | None, page: torch.Tensor) -> None:
-        """The optimizer's copy of the value, and the back page."""
         data = self.parameter.detach()
         self.master = nn.Parameter(data.to(dtype or data.dtype, copy=True))
         self.back = page
@@ -179,10 +178,7 @@ def view_at(page: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def add_to(total: torch.Tensor, addend: torch.Tensor) -> None:
-    """total += addend, where dtypes may differ.
-
-    torch's addition of mixed dtypes is some 20 times slower than converting a block and adding it.
-    """
+    """total += addend; torch's addition of mixed dtypes is 20 times slower than block by block."""
     if total.dtype == addend.dtype:
         total += addend
         return
@@ -193,11 +189,7 @@ def add_to(total: torch.Tensor, addend: torch.Tensor) -> None:
 
 
 def host_bytes(hosted_layers: Sequence[HostWeights], optim_dtype: torch.dtype | None) -> int:
-    """Return the bytes of weights, second pages, gradients, their sums and the optimizer's copies.
-
-    The optimizer's own state is not included, as it depends on the optimizer (AdamW: two more
-    values a trained parameter).
-    """
+    """Return the bytes of weights, pages, gradients, their sums and the optimizer's copies."""
     total, paged = 0, set[int]()
     for hosted in hosted_layers:
         trained = [home.parameter for home in hosted.homes if home.parameter.requires_grad]
@@ -221,11 +213,7 @@ def _page_bytes(tensors: Sequence[torch.Tensor], *, is_pinned: bool | None = Non
 def check_host_memory(
     hosted_layers: Sequence[HostWeights], optim_dtype: torch.dtype | None
 ) -> None:
-    """Refuse a model that would exceed the memory of the machine, before any is allocated.
-
-    Raises:
-        MemoryError: says what is needed and what there is.
-    """
+    """Refuse a model that would exceed the memory of the machine, before any is allocated."""
     weights = sum(home.parameter.nbytes for home in all_homes(hosted_layers))
     needed, there = host_bytes(hosted_layers, optim_dtype) - weights, available_memory()
     if there is not None and needed > there:
@@ -242,14 +230,7 @@ def make_pages(
 
     Args:
         owner: memory that is registered in place is unregistered when this object is deleted.
-
-    Raises:
-        ValueError: `pin_model` is unknown.
-        UserError: this device does not support it.
-        RuntimeError: the driver refuses to pin.
     """
-    if pin_model not in ("alloc", "register", "off"):
-        raise ValueError(f"pin_model {pin_model!r} is unknown. Use 'alloc', 'register' or 'off'.")
     if not is_accelerator(device) or pin_model == "off":
         return
     for hosted in hosted_layers:
@@ -259,10 +240,7 @@ def make_pages(
                 buffer.data = buffer.detach().pin_memory()
     if pin_model == "register":
         if device.type != "cuda":
-            raise UserError(
-                f"`pin_model` register does not work on {device}, as memory is pinned in place by "
-                "cudaHostRegister of CUDA. Use `pin_model` alloc or off."
-            )
+            raise UserError(f"`pin_model` register needs CUDA, not {device}. Use alloc or off.")
         values = [home.parameter.detach() for home in all_homes(hosted_layers)]
         runs = _register([each for each in values if not each.is_pinned()])
         weakref.finalize(owner, _unregister, runs).atexit = False
@@ -277,7 +255,6 @@ def make_pages(
 
 
 def _register(values: Sequence[torch.Tensor]) -> list[Run]:
-    """Pin memory in place."""
     done: list[Run] = []
     for run in page_runs((each.data_ptr(), each.data_ptr() + each.nbytes) for each in values):
         code = int(torch.cuda.cudart().cudaHostRegister(run[0], run[1] - run[0], 0))
@@ -299,10 +276,7 @@ def _unregister(runs: Sequence[Run]) -> None:
 
 
 def page_runs(ranges: Iterable[Run]) -> list[Run]:
-    """Ranges of addresses as runs of whole pages; those that touch become one, empty ones go.
-
-    Small tensors share pages, and a page is pinned once.
-    """
+    """Ranges of addresses as runs of whole pages: small tensors share one, which is pinned once."""
     runs: list[Run] = []
     for start, end in sorted(each for each in ranges if each[0] < each[1]):
         start, end = start // PAGE * PAGE, -(-end // PAGE) * PAGE
@@ -320,8 +294,7 @@ def shell_of(layer: nn.Module, tensors: Mapping[int, torch.Tensor]) -> nn.Module
     shell, as transformers does to record outputs, ends with it.
 
     Args:
-        tensors: for the id of each parameter and buffer, so that one with two names stays one;
-            those that are not in it stay those of the layer.
+        tensors: by the id of a parameter or buffer; those that are not in it stay the layer's.
     """
     return _twin(layer, tensors, {})
 
@@ -351,10 +324,7 @@ def _twin(module: nn.Module, tensors: Mapping[int, torch.Tensor], made: dict[int
 
 
 def _rebound(value: Any, made: Mapping[int, Any]) -> Any:
-    """Rebind a method of a module (a wrapped `forward`, a hook) to its twin; keep other values.
-
-    `made` has twins of modules above a layer and of the layer itself.
-    """
+    """Rebind a method of a module (a wrapped `forward`, a hook) to its twin; keep other values."""
     if isinstance(value, types.MethodType) and id(value.__self__) in made:
         return types.MethodType(value.__func__, made[id(value.__self__)])
     if isinstance(value, functools.partial):

@@ -107,9 +107,6 @@ class BufferPool:
     Args:
         budget: bytes that all buffers together may have; None: no limit.
         allocate: number of bytes -> uint8 tensor of the device.
-
-    Attributes:
-        peak_bytes: the most bytes that all buffers together had.
     """
 
     def __init__(
@@ -118,20 +115,14 @@ class BufferPool:
         budget: int | None = None,
         allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        self.device = device
-        self.budget = budget
-        self.held_bytes = 0
-        self.peak_bytes = 0
+        self.device, self.budget = device, budget
+        self.held_bytes = self.peak_bytes = 0
         self._idle: list[Buffer] = []
         plain = functools.partial(torch.empty, dtype=torch.uint8, device=device)
         self._allocate = allocate or plain
 
     def take(self, num_bytes: int) -> Buffer:
-        """Take a buffer of at least `num_bytes`; others may use it up to its mark.
-
-        Raises:
-            DeviceBudgetError: the budget has no room for it.
-        """
+        """Take a buffer of at least `num_bytes`; others may use it up to its mark."""
         most = max(2 * num_bytes, 1 << 16)  # a larger one would be missing where it is needed
         fitting = [each for each in self._idle if num_bytes <= each.data.nbytes <= most]
         if fitting:
@@ -187,8 +178,7 @@ class Lane:
     @classmethod
     def cpu(cls, *, budget: int | None = None) -> "Lane":
         """A lane on the host; `budget` is that of its pool."""
-        device = torch.device("cpu")
-        return cls(device, pool=BufferPool(device, budget))
+        return cls(torch.device("cpu"), pool=BufferPool(torch.device("cpu"), budget))
 
     @classmethod
     def streams(
@@ -224,11 +214,8 @@ class Lane:
 
 
 def default_lanes() -> list[Lane]:
-    """Every accelerator; without one the CPU.
-
-    Of an accelerator's memory six tenths are for weights and gradients, one for inputs that wait.
-    """
-    lanes = []
+    """Every accelerator; without one the CPU."""
+    lanes = []  # six tenths of the memory are for weights and gradients, one for waiting inputs
     for device in accelerators():
         tenth = torch.get_device_module(device).get_device_properties(device).total_memory // 10
         lanes.append(Lane.streams(device, budget=6 * tenth, inputs_budget=tenth))

@@ -40,10 +40,7 @@ _SEEDS = 1 << 63
 class Flow:
     """A value of one micro-batch between two layers, or its gradients.
 
-    Attributes:
-        value: nested tuples, lists and dicts of tensors and anything else.
-        lane: the value is on its device; None: on the host.
-        mark: the value is ready there.
+    It is on the device of `lane` (None: on the host), ready there at `mark`.
     """
 
     value: Any
@@ -87,11 +84,8 @@ def _is_fixed(value: Any) -> bool:
 
 def float_leaves(value: Any) -> list[torch.Tensor]:
     """The tensors that can have gradients, in order."""
-    return [
-        leaf
-        for leaf in pytree.tree_leaves(value, is_leaf=_is_fixed)
-        if isinstance(leaf, torch.Tensor) and can_have(leaf)
-    ]
+    leaves = pytree.tree_leaves(value, is_leaf=_is_fixed)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and can_have(leaf)]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -119,20 +113,14 @@ def on_host(value: Any) -> Flow:
 
 
 def read_by(queue: Queue, *flows: Flow) -> None:
-    """Keep values for the queue whose work, which calls this, reads them.
-
-    The queue that allocated them would reuse their memory once the last reference is dropped.
-    """
+    """Keep values for the queue whose work, which calls this, reads them."""
     for flow in flows:
         for tensor in tensors_of(flow.value):
             queue.uses(tensor)
 
 
 def bring(flow: Flow, lane: Lane | None) -> Flow:
-    """The value on another device, or on the host for None; its copies are ordered by marks.
-
-    From one device to another it goes through the host.
-    """
+    """The value on another device, or on the host for None; between devices through the host."""
     device = torch.device("cpu") if lane is None else lane.device
     here = torch.device("cpu") if flow.lane is None else flow.lane.device
     if here == device:
@@ -169,9 +157,7 @@ class StagePass:
     Nothing waits here: each piece of work is put into a queue behind the marks that it needs.
 
     Args:
-        makes_gradients: a backward stage.
-        is_recomputed: its layers ran before in this pass: buffers start from `snapshots`.
-        snapshots: buffers as they were when the layers first ran in this pass, by their id.
+        is_recomputed: its layers ran before in this pass: buffers start from `snapshots`, by id.
     """
 
     def __init__(
@@ -183,15 +169,12 @@ class StagePass:
         is_recomputed: bool,
         snapshots: dict[int, torch.Tensor],
     ) -> None:
-        self.lane = lane
-        self.hosted_layers = hosted_layers
-        self.makes_gradients = makes_gradients
-        self.is_recomputed = is_recomputed
+        self.lane, self.hosted_layers = lane, hosted_layers
+        self.makes_gradients, self.is_recomputed = makes_gradients, is_recomputed
         self.shells: list[Any] = []
         self._snapshots = snapshots
-        self._homes = {
-            id(home.parameter): home for hosted in hosted_layers for home in hosted.homes
-        }
+        homes = [home for hosted in hosted_layers for home in hosted.homes]
+        self._homes = {id(home.parameter): home for home in homes}
         self._buffers = {id(each): each for hosted in hosted_layers for each in hosted.buffers}
         self._on_device: dict[int, torch.Tensor] = {}
         self._weights: Buffer | None = None
@@ -351,7 +334,6 @@ class PassPart:
 
     Attributes:
         inputs: (args, kwargs) of the first layer.
-        label: of a call that runs forward and backward.
         flow: what the next forward stage begins with.
         saved: what each backward segment begins with, by its first layer.
         gradients: of what the last backward stage began with, a tensor or None for each tensor
@@ -372,12 +354,10 @@ class Pass:
     """Runs slots: through all of a plan, or through its forward ones first.
 
     Attributes:
-        name: of the model, for the ranges of a profiler.
         seed: base of the layers' seeds; None: generators are left alone.
         by_layer: recompute layer by layer, not stage by stage.
         input_gradients: the call's inputs want gradients.
-        loss_fn: of a call that runs forward and backward.
-        keeps_outputs: of such a call, too.
+        loss_fn, keeps_outputs: of a call that runs forward and backward.
         landed: seats whose gradients are on their way home.
     """
 
@@ -584,10 +564,8 @@ class Pass:
         return graph
 
     def _layers(self, seat: StagePass, stage: range) -> Callable[[int, Any, int], Any]:
-        """Return a function that runs a layer of a stage, with random numbers of its own.
-
-        It holds the shells: the seat drops them when it is closed, and work may run after that.
-        """
+        """Return a function that runs a layer of a stage, with random numbers of its own."""
+        # not of the seat, which drops them when it is closed: work may run after that
         shells, lane, seed = seat.shells, seat.lane, self.seed
 
         def run(layer: int, value: Any, place: int) -> Any:

@@ -52,8 +52,8 @@ class Plan:
             if layers != list(range(end)) or not all(ranges):
                 wrong = next((i for i, layer in enumerate(layers) if i != layer), len(layers))
                 raise ValueError(
-                    f"layer {min(wrong, end)}: the {kind} stages hold layers {layers}, but must "
-                    f"hold 0 to {end - 1} in order, each once, and no stage may be empty"
+                    f"layer {min(wrong, end)}: the {kind} stages hold layers {layers}, not 0 to "
+                    f"{end - 1} in order, each once; no stage may be empty"
                 )
 
 
@@ -65,20 +65,12 @@ def wavefront(num_slots: int, num_lanes: int, num_microbatches: int) -> Iterator
     first: others wait for it.
     """
     starts = start_times([1.0] * num_slots, num_lanes, num_microbatches)
-    order = [
-        (starts[slot][part], slot, part)
-        for slot in range(num_slots)
-        for part in range(num_microbatches)
-    ]
+    order = [(time, slot, part) for slot, own in enumerate(starts) for part, time in enumerate(own)]
     return ((slot, part) for _, slot, part in sorted(order))
 
 
 def start_times(times: Sequence[float], num_lanes: int, num_microbatches: int) -> list[list[float]]:
-    """Return the start time of each micro-batch of each slot.
-
-    Args:
-        times: of one micro-batch in each slot.
-    """
+    """Return the start of each micro-batch of each slot; `times` are those of one micro-batch."""
     starts: list[list[float]] = []
     for slot, time in enumerate(times):
         free = starts[slot - num_lanes][-1] + times[slot - num_lanes] if slot >= num_lanes else 0.0
@@ -98,8 +90,6 @@ class LayerCost:
 
     Attributes:
         forward, backward: time of a micro-batch, in any unit; backward without recomputation.
-        weight_bytes: on the device while it runs.
-        gradient_bytes: the same of its gradients; 0 of a frozen layer.
         activation_bytes: bytes of a micro-batch that its backward pass keeps.
     """
 
@@ -135,8 +125,7 @@ def choose(
         if room is not None and cost.backward_bytes > room:
             raise ValueError(
                 f"layer {number} needs {cost.backward_bytes:,} bytes on the device and at most "
-                f"{room:,} are free, half of the budget: the next stage is fetched while one runs. "
-                "Allow more memory, or use smaller micro-batches."
+                f"{room:,} are free, half of the budget. Allow more memory."
             )
     if num_lanes == 1:
         return _cut(costs, room, limit=float("inf"), is_even=False)

@@ -28,10 +28,6 @@ from stageline.streaming.passes import Fixed
 ASKS = f"output_{ROUTER_LOGITS}"
 
 
-class NoPresetError(NotImplementedError):
-    """The model cannot be split at its layers."""
-
-
 class Piece(Spliced, nn.Module):
     """A stage of a model that keeps its weights: its beginning, one layer, or its end.
 
@@ -40,7 +36,8 @@ class Piece(Spliced, nn.Module):
         original: the model; its mode, and what is set on it later, hold here too.
     """
 
-    original: nn.Module
+    original: Any
+    _routers: tuple[torch.Tensor, ...] | None = None  # records of all layers, for the last piece
 
     def __init__(self, model: nn.Module, plan: SplitPlan, stage: int) -> None:
         nn.Module.__init__(self)
@@ -50,13 +47,12 @@ class Piece(Spliced, nn.Module):
         self.whole = shell_of(model, {})
         self.splice(self.whole)
         self.intercept()
-        base: Any = model.base_model
+        base = self.whole.base_model
         self._can_record = ROUTER_LOGITS in (getattr(base, "_can_record_outputs", None) or {})
-        self._routers: tuple[torch.Tensor, ...] | None = None
         if self._can_record:
             own = self.whole.get_submodule(plan.layers)
             watch_routers(base, [layer for i, layer in enumerate(own) if i in self.layers])
-            self.whole.base_model.register_forward_hook(self._give_routers)
+            base.register_forward_hook(self._give_routers)
 
     @property
     def is_first(self) -> bool:
@@ -69,8 +65,8 @@ class Piece(Spliced, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The first piece takes what the model takes, the others what the one before returns."""
         model = self.original
-        set_later = {k: v for k, v in vars(model).items() if not isinstance(v, dict)}
-        vars(self.whole).update({k: v for k, v in set_later.items() if k != "forward"})
+        set_later = ((k, v) for k, v in vars(model).items() if not isinstance(v, dict))
+        vars(self.whole).update((k, v) for k, v in set_later if k != "forward")
         if self.training != model.training:
             self.train(model.training)
         if self.is_first:
@@ -80,12 +76,12 @@ class Piece(Spliced, nn.Module):
             came, routers, has_pictures, fixed = args[0]
             (inputs,) = fixed.tensors
         own = {name: value for name, value in inputs.items() if name != ROW_LENGTHS}
-        asks = self._can_record and own.get(ASKS, getattr(model.config, ASKS, False))
+        asks = bool(self._can_record and own.get(ASKS, getattr(model.config, ASKS, False)))
         if self._can_record:
-            own[ASKS] = bool(asks) and self.is_last
+            own[ASKS] = asks and self.is_last
         self._routers = routers if asks and self.is_last else None
         anywhere = next(v for v in (*came, *inputs.values()) if isinstance(v, torch.Tensor))
-        with known_rows(inputs, looks=False), recording_routers(bool(asks)) as found:
+        with known_rows(inputs, looks=False), recording_routers(asks) as found:
             run = functools.partial(self.whole, **own)
             made = self.run_spliced(run, came, has_pictures=has_pictures, ids=anywhere)
         if self.is_last:
@@ -98,13 +94,9 @@ class Piece(Spliced, nn.Module):
         names = list(inspect.signature(type(self.original).forward).parameters)[1:]
         given = dict(zip(names, args, strict=False)) | kwargs
         inputs = {name: value for name, value in given.items() if value is not None}
-        refuse_caches(inputs)
-        for name in ("output_hidden_states", "output_attentions"):
-            if inputs.get(name, getattr(self.original.config, name, False)):
-                raise ValueError(
-                    f"{name}: those of single layers do not leave a model that streams. Leave it "
-                    "out; for generation use the original model."
-                )
+        of_layers = ("output_hidden_states", "output_attentions")
+        config = self.original.config
+        refuse({name: getattr(config, name, False) for name in of_layers} | inputs, of_layers)
         inputs["use_cache"] = False
         has_ids = "input_ids" in inputs and "position_ids" not in inputs
         if has_ids and "attention_mask" in names:
@@ -124,14 +116,14 @@ def sequential_of(model: nn.Module) -> nn.Sequential:
     """The beginning, the layers and the end of a model; weights are shared with it.
 
     Raises:
-        NoPresetError: the model is not one of transformers, or cannot be split exactly.
+        NotImplementedError: the model is not one of transformers, or cannot be split exactly.
     """
-    if not hasattr(model, "get_input_embeddings") or not hasattr(model, "base_model_prefix"):
-        raise NoPresetError(f"{type(model).__name__} is not a model of transformers")
+    if not hasattr(model, "get_input_embeddings"):  # one of peft hands it on
+        raise NotImplementedError(f"{type(model).__name__} is not a model of transformers")
     config: Any = model.config
     takes = inspect.signature(type(model).forward).parameters
     if config.is_encoder_decoder or "input_features" in takes:
-        raise NoPresetError(f"{type(model).__name__} reads more than text and pictures")
+        raise NotImplementedError(f"{type(model).__name__} reads more than text and pictures")
     weights = (*model.parameters(), *model.buffers())
     on_meta: Any = shell_of(model, {id(weight): weight.detach().to("meta") for weight in weights})
     try:
@@ -142,16 +134,16 @@ def sequential_of(model: nn.Module) -> nn.Sequential:
             takes_pictures=getattr(config, "vision_config", None) is not None,
         )
     except UserError as error:
-        raise NoPresetError(str(error)) from error
+        raise NotImplementedError(str(error)) from error
     row = nn.Sequential(*(Piece(model, plan, stage) for stage in range(plan.size + 2)))
     return row.train(model.training)
 
 
-def refuse_caches(inputs: Mapping[str, Any]) -> None:
-    """Refuse keys and values of earlier tokens: micro-batches would append to each other's."""
+def refuse(inputs: Mapping[str, Any], others: tuple[str, ...] = ()) -> None:
+    """Refuse keys and values of earlier tokens, to which micro-batches would append in turn."""
     for name, value in inputs.items():
-        if isinstance(value, Cache) or (name == "use_cache" and value):
+        if isinstance(value, Cache) or (name in ("use_cache", *others) and value):
             raise ValueError(
-                f"{name}: a model that streams in micro-batches keeps no cache. Leave it out; for "
-                "generation use the original model."
+                f"{name}: a model that streams in micro-batches gives no such output. Leave it "
+                "out; for generation use the original model."
             )

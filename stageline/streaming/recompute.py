@@ -58,11 +58,7 @@ def doing_recompute() -> bool:
 
 
 def save_for_recompute(*data: Any) -> None:
-    """Keep data for the recomputation of this layer on this micro-batch; once in a layer.
-
-    Raises:
-        RuntimeError: a second time, or in the recomputation itself.
-    """
+    """Keep data for the recomputation of this layer on this micro-batch; once in a layer."""
     now = _running.get()
     if now is None:
         return
@@ -76,11 +72,7 @@ def save_for_recompute(*data: Any) -> None:
 
 
 def get_recompute_data() -> tuple:
-    """Return the values that this layer saved on this micro-batch.
-
-    Raises:
-        RuntimeError: nothing was saved, or this is not a recomputation.
-    """
+    """Return the values that this layer saved on this micro-batch."""
     now = _running.get()
     if now is None or not now.is_recomputed or now.key not in now.kept:
         raise RuntimeError(

@@ -60,11 +60,7 @@ class RoundPipeRunConfig:
         return RoundPipeRunConfig(**merged)
 
     def filled(self, num_lanes: int) -> "RoundPipeRunConfig":
-        """Return the settings with defaults for None, except for the plan and the splits.
-
-        Raises:
-            ValueError: a value that no call can have.
-        """
+        """Return the settings with defaults for None, except for the plan and the splits."""
         defaults = RoundPipeRunConfig(
             requires_grad=torch.is_grad_enabled(),
             output_device=torch.device("cpu"),
@@ -95,10 +91,7 @@ Inputs = tuple[tuple, dict[str, Any]]
 
 
 class Packed(list):
-    """A value a micro-batch, as `merge_output=False` returns it; the next model takes it as is.
-
-    As a class of its own it is a leaf for pytree.
-    """
+    """A value a micro-batch, as `merge_output=False` returns it; a leaf for pytree."""
 
 
 def split_inputs(
@@ -112,9 +105,6 @@ def split_inputs(
     Without a spec the size of the batch is the first dimension of the first tensor that has one;
     tensors of that size are cut, others and all else are repeated. A smaller batch gives fewer
     micro-batches; a `Packed` gives as many as it has.
-
-    Raises:
-        ValueError: a function or a spec that does not fit.
     """
     if callable(spec):
         of_args, of_kwargs = spec(args, kwargs, num_microbatch)
@@ -128,10 +118,7 @@ def split_inputs(
     values = [value for value, its in ((args, args_spec), (kwargs, kwargs_spec)) if its is None]
     size = _batch_size(values)
     packed = {len(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Packed)}
-    if len(packed) > 1:
-        raise ValueError(
-            f"packed inputs hold {sorted(packed)} micro-batches. Pass equally many of each."
-        )
+    assert len(packed) <= 1, f"packed inputs hold {sorted(packed)} micro-batches"
     num_parts = num_microbatch if size is None else max(1, min(size, num_microbatch))
     num_parts = next(iter(packed), num_parts)
     all_args = _split(args, args_spec, num_parts, size)
@@ -140,11 +127,7 @@ def split_inputs(
 
 
 def split_label(label: Any, spec: Any, num_parts: int) -> list[Any]:
-    """The label of each micro-batch.
-
-    Raises:
-        ValueError: a function that gives another number of them.
-    """
+    """The label of each micro-batch."""
     if callable(spec):
         made = list(spec(label, num_parts))
         if len(made) != num_parts:
@@ -154,11 +137,7 @@ def split_label(label: Any, spec: Any, num_parts: int) -> list[Any]:
 
 
 def merge_outputs(outputs: Sequence[Any], spec: Any) -> Any:
-    """One value of those of all micro-batches.
-
-    Raises:
-        ValueError: values that are neither tensors nor equal, or differ in structure.
-    """
+    """One value of those of all micro-batches."""
     if spec is False:
         return Packed(outputs)
     if callable(spec) and not isinstance(spec, (TensorChunkSpec, _CustomReducer)):
@@ -169,8 +148,7 @@ def merge_outputs(outputs: Sequence[Any], spec: Any) -> Any:
         leaves, other = pytree.tree_flatten(output)
         if other != structure:
             raise ValueError(
-                f"micro-batches gave {structure} and {other}, which cannot be joined leaf by leaf. "
-                "Give merge_output a function."
+                f"micro-batches gave {structure} and {other}. Give merge_output a function."
             )
         columns.append(leaves)
     if spec in (None, True):
@@ -199,10 +177,7 @@ def _joined(values: tuple[Any, ...]) -> Any:
 
 def _equal(values: tuple[Any, ...]) -> Any:
     if any(value != values[0] for value in values):
-        raise ValueError(
-            f"micro-batches gave {values}: only tensors and equal values can be joined. Give "
-            "merge_output a function."
-        )
+        raise ValueError(f"micro-batches gave {values}. Give merge_output a function.")
     return values[0]
 
 
@@ -245,11 +220,7 @@ def _split(value: Any, spec: Any, num_parts: int, size: int | None) -> list[Any]
 
 
 def _leaf_rules(value: Any, spec: Any) -> list[Any]:
-    """The spec of each leaf; one that stands above a structure holds for all leaves below it.
-
-    Raises:
-        ValueError: the spec has another structure.
-    """
+    """The spec of each leaf; one that stands above a structure holds for all leaves below it."""
     if isinstance(value, dict) and isinstance(spec, dict):
         spec = {key: spec.get(key) for key in value}
     rules = pytree._broadcast_to_and_flatten(spec, pytree.tree_structure(value))

@@ -16,12 +16,7 @@ from stageline.pipeline.plan import Action, Kind, grad_flow
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.runner import LocalStages
 from stageline.pipeline.schedules import Schedule, make_schedule
-from stageline.pipeline.stage_passes import (
-    MicroBatch,
-    Tensors,
-    model_inputs,
-    trains,
-)
+from stageline.pipeline.stage_passes import MicroBatch, Tensors, model_inputs, trains
 from stageline.stage import Stage
 from stageline.streaming.engine import PinModel, RoundPipe
 from stageline.streaming.lanes import Lane
@@ -38,9 +33,6 @@ class StageWeights:
 
     The counterpart of MasterWeights: the optimizer's parameters and the sums of gradients are on
     the host, in float32, and a step runs in the engine's thread.
-
-    Args:
-        stale: a step runs during the passes of the next one, which use the weights before it.
 
     Attributes:
         parameters: what the optimizer updates; their `.grad` is there from `take` on.
@@ -79,11 +71,7 @@ class StageWeights:
             home.total = master.grad = None
 
     def update(self, step: Callable[[], object]) -> None:
-        """Run an optimizer step on the gradients that are there.
-
-        Raises:
-            Exception: what this step raised, or of a stale one the step before.
-        """
+        """Run an optimizer step on the gradients that are there."""
         for home, master in self._homes:
             home.total = master.grad  # clipped, or those of another run
 
@@ -115,8 +103,6 @@ class StreamedCall:
     gets them once.
 
     Attributes:
-        seeds: of the random numbers of a forward pass; recomputation draws the same again.
-        batches: on the host.
         recorder: sees each forward pass, recomputation too.
         on_output: of an evaluation, gets the output of the last stage, which then goes nowhere.
     """
@@ -182,17 +168,13 @@ class StreamingRunner:
     """Runner that streams stages from host memory through the devices of this machine.
 
     Args:
-        models: the stage models, in their order.
-        group: a process group with only this process.
-        seed: of the random numbers of training steps; None: the generators are not seeded.
         plan: which stages are on a device together; None: chosen by size and budget.
         by_layer: recompute stage by stage, and not all that are on a device together at once.
-        stale: an optimizer step runs during the passes of the next one.
-        pin_model: how host memory is made fast for a GPU, see `RoundPipe`.
+        stale: an optimizer step runs during the passes of the next one, which use the weights
+            before it.
 
     Attributes:
         local, flow, seeds, num_micro_batches: as of a PipelineRunner.
-        passes: there are none of single stages.
         call: the one that runs.
     """
 
@@ -211,9 +193,8 @@ class StreamingRunner:
         stale: bool = False,
         pin_model: PinModel = "alloc",
     ) -> None:
-        self.local = LocalStages(models)
+        self.local, self.group = LocalStages(models), group
         self.device = torch.device("cpu")  # the trainer adds up on it
-        self.group = group
         self.schedule = streaming_schedule(len(models))
         self.flow = grad_flow([trains(model) for model in self.local])
         self.seeds = LayerSeeds(self.local, seed=seed, devices=[lane.device for lane in lanes])
@@ -272,14 +253,7 @@ class StreamingRunner:
         loss_fn: LossFn,
         recorder: Recorder = NO_RECORDER,
     ) -> torch.Tensor:
-        """Forward and backward of all micro-batches; gradients add up in the weights.
-
-        Args:
-            loss_fn: (output of the last stage, micro-batch) -> its share of the loss.
-
-        Returns:
-            The summed loss, a scalar in float32.
-        """
+        """Forward and backward of all micro-batches; returns the summed loss, in float32."""
         count = self.num_micro_batches = len(micro_batches)
         self.call = StreamedCall(self.seeds, micro_batches, recorder)
         try:
@@ -301,13 +275,9 @@ class StreamingRunner:
         on_output: Callable[[Output, MicroBatch], None],
         recorder: Recorder = NO_RECORDER,
     ) -> None:
-        """Forward only, with the newest weights; no graph and no output is kept.
-
-        Args:
-            on_output: called with the output of the last stage for each micro-batch.
-        """
+        """Forward only, with the newest weights; no graph and no output is kept."""
         self.pipe.synchronize()
-        was_training = self.local.training
+        was_training = self.local.models[0].training
         self.local.train(False)
         self.call = StreamedCall(self.seeds, micro_batches, recorder, on_output)
         settings = RoundPipeRunConfig(num_microbatch=len(micro_batches), requires_grad=False)

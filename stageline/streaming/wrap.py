@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from stageline.streaming.engine import RoundPipe, StreamedModel
 from stageline.streaming.host_weights import Home, page_views
 from stageline.streaming.lanes import default_lanes
-from stageline.streaming.presets import NoPresetError, refuse_caches, sequential_of
+from stageline.streaming.presets import refuse, sequential_of
 from stageline.streaming.run_config import RoundPipeRunConfig, place_of_call
 
 
@@ -27,9 +27,6 @@ class AutoRoundPipe(StreamedModel):
     The parts have one optimizer: one thread, one master of a weight that two parts share, one step.
     Weights outside of the parts are trained too, by the same rule of staleness. It has no
     `forward_backward`: its layers have no order.
-
-    Args:
-        optim_dtype, name: as of a RoundPipe.
     """
 
     def __init__(
@@ -66,16 +63,14 @@ class AutoRoundPipe(StreamedModel):
         self._forward_to(model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward; one of transformers keeps no cache.
-
-        Raises:
-            ValueError: a cache is asked for.
-            Exception: what an earlier optimizer step raised.
-        """
+        """The model's own forward; one of transformers keeps no cache."""
         self._worker.check()
         self._take_shown_gradients()
-        self._watch()
-        refuse_caches(kwargs)
+        for home in self._loose:  # gradients that autograd makes on the host go to the sums, too
+            if home.parameter.requires_grad and id(home.parameter) not in self._watched:
+                self._watched.add(id(home.parameter))
+                home.parameter.register_hook(functools.partial(self._collect, home))
+        refuse(kwargs)
         if self._has_cache:
             kwargs["use_cache"] = False
         return self._forwards_to[0](*args, **kwargs)
@@ -87,13 +82,6 @@ class AutoRoundPipe(StreamedModel):
         super().step(step_fn, is_async, *args, **kwargs)
         for home in self._loose:
             home.parameter.grad = None
-
-    def _watch(self) -> None:
-        """Gradients that autograd makes on the host go to the sums, too."""
-        for home in self._loose:
-            if home.parameter.requires_grad and id(home.parameter) not in self._watched:
-                self._watched.add(id(home.parameter))
-                home.parameter.register_hook(functools.partial(self._collect, home))
 
     def _collect(self, home: Home, gradient: torch.Tensor) -> None:
         # a copy: autograd may add later gradients up in this very tensor
@@ -160,11 +148,11 @@ def wrap_model_to_roundpipe(
     if use_sequential_preset is not False:
         try:
             found = sequential_of(model)
-        except NoPresetError as error:
+        except NotImplementedError as error:
             if use_sequential_preset:
                 raise NotImplementedError(
-                    f"use_sequential_preset=True is set, but there is no preset: {error}. Leave it "
-                    "out to wrap the model module by module."
+                    f"use_sequential_preset=True: there is no preset: {error}. Leave it out to "
+                    "wrap the model module by module."
                 ) from error
         else:
             if not use_sequential_preset:

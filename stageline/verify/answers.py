@@ -22,8 +22,8 @@ from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.stage import Stage
 from stageline.training.loss_part import logits_of
 from stageline.verify.batches import ordinary_ids
+from stageline.verify.compare import run_library_model, run_stage_model
 from stageline.verify.scaled_copy import ScaledCopy, WrongSplit, copy_weights, shown
-from stageline.verify.whole_model import run_library_model, run_stage_model
 
 LENGTHS = (9, 4, 7)  # tokens of prompts; the last joins later, is read in pieces and copied
 NUM_TOKENS = 6  # tokens of each answer; the longest go beyond the window of a copy

@@ -28,11 +28,9 @@ from stageline.stages.example_batch import picture_batch
 if TYPE_CHECKING:
     from stageline.stages.base import StageModel
 
-LENGTHS = (14, 11, 19, 12, 17)  # tokens of the rows of each micro-batch of a check
-TEXT_LENGTHS = ((11, 4), (7, 0))  # for a proof: tokens, padding of the last row
-PICTURES = ((2, 0, 1), (0, 0), (1, 1))  # pictures of each row of each micro-batch of a proof
+TEXT_LENGTHS = ((11, 4), (7, 0))  # tokens, padding of the last row
+PICTURES = ((2, 0, 1), (0, 0), (1, 1))  # pictures of each row of each micro-batch
 ROWS = 2
-PADDED = 3  # tokens of padding at the end of the last row
 
 
 def ordinary_ids(config: PretrainedConfig) -> torch.Tensor:
@@ -57,28 +55,27 @@ def draw_text(
 
 
 def probe_batches(
-    whole: Any,
-    kind: str,
+    config: PretrainedConfig,
     dtype: torch.dtype,
     *,
+    tower: Any = None,
     num_micro_batches: int | None = None,
     seed: int = 0,
 ) -> list[MicroBatch]:
     """Micro-batches of different lengths: padded and full; of pictures many, none and some.
 
     Args:
-        kind: "vision" or "text".
         dtype: of pictures.
+        tower: the whole model that looks at the pictures; None: there are none.
         num_micro_batches: None: one of each kind.
     """
-    config = whole.config
     ends = torch.tensor(sorted(special_tokens(config)), dtype=torch.long)
     made = []
-    for index in range(num_micro_batches or len(PICTURES if kind == "vision" else TEXT_LENGTHS)):
+    for index in range(num_micro_batches or len(PICTURES if tower else TEXT_LENGTHS)):
         own = seed + index
-        if kind == "vision":
+        if tower:
             rows = PICTURES[index % len(PICTURES)]
-            batch = picture_batch(config, whole, rows=rows, dtype=dtype, seed=own, longer=index)
+            batch = picture_batch(config, tower, rows=rows, dtype=dtype, seed=own, longer=index)
         else:
             size = TEXT_LENGTHS[index % len(TEXT_LENGTHS)]
             batch = draw_text(config, *size, generator=torch.Generator().manual_seed(own))
@@ -86,26 +83,6 @@ def probe_batches(
         batch["labels"] = ids.masked_fill((mask == 0) | torch.isin(ids, ends), IGNORE)
         made.append(batch)
     return made
-
-
-def random_batches(
-    config: PretrainedConfig, *, num_micro_batches: int, seed: int
-) -> list[MicroBatch]:
-    """Micro-batches of random ids, each of another length; the last row of each is padded."""
-    text = config.get_text_config(decoder=True)
-    generator = torch.Generator().manual_seed(seed)
-    longest = getattr(text, "max_position_embeddings", None) or max(LENGTHS)
-    batches = []
-    for index in range(num_micro_batches):
-        length = min(LENGTHS[(index + seed) % len(LENGTHS)], longest)
-        batch = draw_text(config, length, PADDED, generator=generator)
-        ids, mask = batch["input_ids"], batch["attention_mask"]
-        # shares differ widely: a mean of micro-batches' means would be another number
-        is_target = torch.rand(ids.shape, generator=generator) < 0.2 + 0.6 * (index % 2)
-        is_target[:, length // 2] = True
-        batch["labels"] = torch.where(is_target & mask.bool(), ids, IGNORE)
-        batches.append(batch)
-    return batches
 
 
 def change_first_token(
@@ -159,8 +136,8 @@ def add_padding(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 LossFn = Callable[[torch.Tensor | Tensors, MicroBatch], torch.Tensor]
-# (stage, what it sends on of a micro-batch)
-Watch = Callable[[int, Tensors], None]
+# (stage, number of a micro-batch, what is sent on of it)
+Watch = Callable[[int, int, Tensors], None]
 
 
 def loss_of(output: torch.Tensor | Tensors, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -218,7 +195,7 @@ def run_chain(
             if not stage.is_last:
                 crossing.append((made, batch_output(stage, own)))
                 if watch is not None:
-                    watch(number, made)
+                    watch(number, index, made)
             for found, metas in crossing:
                 crossed = [(tensor.shape, tensor.dtype) for tensor in found]
                 declared = [(meta.shape, meta.dtype) for meta in metas]

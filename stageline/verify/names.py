@@ -87,7 +87,7 @@ def _compare(
 
     def check_files() -> None:
         """Every weight of the checkpoint is read by some stage."""
-        folder, unread = base_of(find_checkpoint(str(checkpoint))), _unread(found)
+        folder = base_of(find_checkpoint(str(checkpoint)))
         read = {name for one in found for name in one.on_disk}
         unknown = {
             name
@@ -95,7 +95,7 @@ def _compare(
             if name not in read
             and not is_lora_name(name)
             and WRAPPED not in name.split(".")
-            and not name.startswith(unread)
+            and not any(name.startswith(one.unread) for one in found)
         }
         if unknown:
             raise CheckpointError(
@@ -107,10 +107,6 @@ def _compare(
 
     if found[0].whole is None and checkpoint is not None:
         ranks.on_first(check_files)
-
-
-def _unread(found: Sequence[StageNames]) -> tuple[str, ...]:
-    return tuple(beginning for one in found for beginning in one.unread)
 
 
 def _check_shapes(found: Sequence[StageNames], checkpoint: str) -> None:
@@ -130,7 +126,9 @@ def _check_shapes(found: Sequence[StageNames], checkpoint: str) -> None:
         if shape is not None and shapes.get(name, shape) != shape
     }
     unknown = {
-        one for one in unmatched(set(files), set(held)) if not one.startswith(_unread(found))
+        name
+        for name in unmatched(set(files), set(held))
+        if not any(name.startswith(one.unread) for one in found)
     }
     problems = misfits(unmatched(set(held), set(files)), unknown, wrong)
     if problems:

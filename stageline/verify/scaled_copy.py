@@ -123,10 +123,7 @@ class ScaledCopy:
 
     def facts(self, small: PretrainedConfig, partition: Sequence[int]) -> dict[str, Any]:
         """Return all that a check depends on, for JSON; code by its hash, the part's too."""
-        package, owner = (
-            Path(__file__).resolve().parents[1],
-            getattr(self.function, "__self__", None),
-        )
+        package, owner = Path(__file__).parents[1], getattr(self.function, "__self__", None)
         files = {file for pattern in CODE for file in package.glob(pattern)}
         if self.trust_remote_code and self.config_path:
             files |= set(find_folder(self.config_path).glob("*.py"))

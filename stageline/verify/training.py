@@ -1,9 +1,6 @@
 """The check of training: loss and every gradient of a scaled-down copy's stages, in one process.
 
-In float64 where the model's operators have it. The first difference, and its usual cause, are part
-of the result.
-
-Shapes: B rows, T tokens, H hidden size, V vocabulary.
+In float64 where the model's operators have it. The first difference is part of the result.
 """
 
 import functools
@@ -16,22 +13,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from stageline.cache_trial import randomise
-from stageline.pipeline.stage_passes import MicroBatch, Tensors, model_inputs
-from stageline.verify.batches import (
-    loss_of,
-    ordinary_ids,
-    probe_batches,
-    run_chain,
-    with_facts,
-)
+from stageline.pipeline.stage_passes import MicroBatch, model_inputs
+from stageline.verify.batches import loss_of, ordinary_ids, probe_batches, with_facts
+from stageline.verify.compare import Passes, gap, hidden_states, run_stages, run_whole
 from stageline.verify.scaled_copy import ScaledCopy, WrongSplit, copy_weights, shown
-from stageline.verify.whole_model import (
-    has_images,
-    layers_behind_borders,
-    on_hidden_states,
-    run_library_model,
-    run_stage_model,
-)
+from stageline.verify.whole_model import has_images
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 MOST_WEIGHTS = 20_000_000  # limit of a copy: a user's own configuration may not have become small
@@ -42,8 +28,7 @@ class Proof(NamedTuple):
 
     Attributes:
         dtype: in which both were computed.
-        place: the first thing that differs, in the order of the forward pass, and its usual cause;
-            "" where nothing differs.
+        place: the first thing that differs, in the order of the forward pass; "" for nothing.
     """
 
     loss: float
@@ -62,7 +47,7 @@ def training(
             _compare,
             build,
             num_stages=vision_stages + len(partition),
-            kind="vision" if has_images(small) else "text",
+            has_pictures=has_images(small),
         )
         with_itself = functools.partial(compare, functools.partial(build, 0, 1), is_library=False)
         reference = f"{type(small).__name__.removesuffix('Config')} of transformers"
@@ -84,8 +69,7 @@ def training(
             f"the split of {small.model_type} by {copy.name} does not compute what {reference} "
             f"computes. On {shown(small, partition)}, the loss is {proof.loss:.1e} off and a "
             f"gradient {proof.gradient:.1e} of the largest ({proof.dtype}); {proof.place}. Use "
-            "another `train_model`, fix the stage model (docs/add_a_model.md; `stageline check` "
-            "compares in detail), or run on one stage."
+            "another `train_model`, fix the stage model (docs/add_a_model.md), or run on one stage."
         )
     loss, gradient = (
         "to the bit" if share == 0 else f"within {share:.0e} of the largest"
@@ -99,34 +83,12 @@ def training(
     return told, {"reference": reference, **numbers}
 
 
-class _Run(NamedTuple):
-    """One side's result.
-
-    Attributes:
-        gradients: by name; of a weight on several stages their sum, as a step takes it.
-        borders: number of a border -> the hidden states [B, T, H] that cross it, of each batch.
-    """
-
-    losses: list[float]
-    gradients: dict[str, torch.Tensor]
-    borders: dict[int, list[torch.Tensor]]
-
-
-def _gradients(*models: nn.Module) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for name, parameter in (one for model in models for one in model.named_parameters()):
-        if parameter.grad is not None:
-            known = found.get(name)
-            found[name] = parameter.grad.clone() if known is None else known + parameter.grad
-    return found
-
-
 def _compare(
     build: Callable[..., Any],
     build_whole: Callable[[torch.dtype], nn.Module],
     *,
     num_stages: int,
-    kind: str,
+    has_pictures: bool,
     is_library: bool = True,
 ) -> Proof:
     """Runs stages and whole model on the same batches with the same weights.
@@ -134,7 +96,6 @@ def _compare(
     Args:
         build: (stage, num_stages, dtype) -> a stage model on the CPU, whatever its weights are.
         build_whole: (dtype) -> the whole model on the CPU.
-        kind: "vision" or "text": what the micro-batches hold.
         is_library: the whole model is transformers' own; else the part on one stage.
 
     Raises:
@@ -145,70 +106,42 @@ def _compare(
         try:
             whole = build_whole(dtype).to(dtype).train()
             randomise(whole)
-            batches = probe_batches(getattr(whole, "whole", None) or whole, kind, dtype)
+            tower: Any = getattr(whole, "whole", None) or whole
+            batches = probe_batches(tower.config, dtype, tower=tower if has_pictures else None)
             side = "its stages"
             stages = [build(stage, num_stages, dtype).train() for stage in range(num_stages)]
             side = "the whole model"
-            expected = _run_whole(whole, batches, stages[0], is_library=is_library)
+            expected = run_whole(whole, batches, stages[0], loss_fn=loss_of, is_library=is_library)
             if not all(map(math.isfinite, expected.losses)):
                 raise ArithmeticError("its loss is not a finite number")
             side = "its stages"
             copy_weights(whole, stages)
-            found = _run_stages(stages, batches)
+            found = run_stages(stages, with_facts(stages, batches), loss_fn=loss_of)
             break
         except Exception as error:  # operators without float64, among all else
             if dtype is torch.float32:
                 said = " ".join(str(error).split())[:300]
                 raise RuntimeError(f"{side}: {type(error).__name__}: {said}") from error
-    if kind == "text" and is_library:
+    if is_library and not has_pictures:
         _check_looks_back(whole, batches[0])
     limit = TOLERANCES[dtype]
-    sides = zip(found.losses, expected.losses, strict=True)
-    loss = max(
-        _apart(torch.tensor(ours), torch.tensor(theirs), abs(theirs) or 1.0)
-        for ours, theirs in sides
-    )
+    ours, theirs = (torch.tensor(side.losses, dtype=dtype) for side in (found, expected))
+    sizes = theirs.abs().masked_fill(theirs == 0, 1.0)
+    loss = gap(ours / sizes, theirs / sizes)
     scale = max((g.abs().max().item() for g in expected.gradients.values()), default=0.0) or 1.0
     gaps = {  # in the model's order
-        name: _apart(found.gradients.get(name), expected.gradients.get(name), scale)
+        name: gap(found.gradients.get(name), expected.gradients.get(name)) / scale
         for name in dict.fromkeys((*expected.gradients, *found.gradients))
     }
-    proof = Proof(loss, max(gaps.values(), default=0.0), str(dtype).removeprefix("torch."))
-    if loss <= limit and proof.gradient <= limit:
-        return proof
-    first = next((name for name, gap in gaps.items() if gap > limit), "no parameter")
-    place, cause = _find_place(found, expected, batches, stages[0].partition, limit, loss > limit)
-    place += f"the first gradient that differs is that of {first}. The usual cause: {cause}"
-    return Proof(loss, proof.gradient, proof.dtype, place)
-
-
-def _run_whole(
-    whole: nn.Module, batches: Sequence[MicroBatch], stage: Any, *, is_library: bool
-) -> _Run:
-    """Keeps the inputs of the layers that come first behind the borders of the split of `stage`."""
-    losses, borders = [], dict[int, list[torch.Tensor]]()
-    forward = run_library_model if is_library else run_stage_model
-    hooks = [
-        on_hidden_states(layer, borders.setdefault(border, []).append)
-        for border, layer in (layers_behind_borders(whole, stage) or {}).items()
-    ]
-    for batch in batches:
-        loss = loss_of(forward(whole, model_inputs(batch)), batch)
-        loss.backward()
-        losses.append(loss.item())
-    for hook in hooks:
-        hook.remove()
-    return _Run(losses, _gradients(whole), borders)
-
-
-def _run_stages(stages: Sequence[Any], batches: Sequence[MicroBatch]) -> _Run:
-    borders: dict[int, list[torch.Tensor]] = {}
-
-    def watch(stage: int, sent: Tensors) -> None:
-        borders.setdefault(stage, []).append(sent[0].detach().clone())
-
-    losses = run_chain(stages, with_facts(stages, batches), loss_fn=loss_of, watch=watch)
-    return _Run([loss.item() for loss in losses], _gradients(*stages), borders)
+    gradient, place = max(gaps.values(), default=0.0), ""
+    if not (loss <= limit and gradient <= limit):
+        place = _first_difference(found, expected, batches, stages[0].partition, limit)
+        if not place and loss > limit:
+            place = f"all borders are equal, stage {num_stages - 1} gives another loss"
+        first = next((name for name, apart in gaps.items() if apart > limit), "no parameter")
+        place = place or "all borders and the loss are equal"
+        place += f"; the first gradient that differs is that of {first}"
+    return Proof(loss, gradient, str(dtype).removeprefix("torch."), place)
 
 
 @torch.no_grad()
@@ -227,7 +160,7 @@ def _check_looks_back(whole: Any, batch: MicroBatch) -> None:
         for ids in (ids_1T, changed_1T)
     )
     whole.train()
-    if _apart(before, after, before.abs().max().item()) > TOLERANCES[torch.float32]:
+    if gap(before, after) > TOLERANCES[torch.float32] * before.abs().max().item():
         raise WrongSplit(
             f"{type(whole).__name__} looks ahead: its output for a token changes with the tokens "
             "that follow. Choose a decoder: a token that sees the next one learns nothing by "
@@ -235,50 +168,21 @@ def _check_looks_back(whole: Any, batch: MicroBatch) -> None:
         )
 
 
-def _apart(one: torch.Tensor | None, other: torch.Tensor | None, scale: float) -> float:
-    if one is None or other is None:
-        (there,) = (value for value in (one, other) if value is not None)
-        return there.abs().max().item() / scale
-    if one.shape != other.shape:
-        return float("inf")
-    gap = (one.double() - other.double()).abs()
-    gap = gap.masked_fill(one.isnan() & other.isnan(), 0.0)
-    return float("inf") if gap.isnan().any() else gap.max().item() / scale
-
-
-def _find_place(
-    found: _Run,
-    expected: _Run,
+def _first_difference(
+    found: Passes,
+    expected: Passes,
     batches: Sequence[MicroBatch],
     partition: Sequence[int],
     limit: float,
-    is_loss_off: bool,
-) -> tuple[str, str]:
-    """The first border at which hidden states differ, in words, and its usual cause."""
-    cause = (
-        "what the model's code does before, between or behind its layers is done on stage {} too, "
-        "or left out there: a multiplier or norm of the embeddings, positions, a final norm of "
-        "another name, a tensor that layers read besides the hidden states"
-    )
-    for border in sorted(found.borders):
-        sides = zip(found.borders[border], expected.borders.get(border, []))
-        for (ours, theirs), batch in zip(sides, batches):
-            # no loss reads the hidden states of padding
-            mask = batch["attention_mask"][..., None].bool()
-            if ours.shape[:2] == theirs.shape[:2] == mask.shape[:2]:
-                ours, theirs = ours.masked_fill(~mask, 0.0), theirs.masked_fill(~mask, 0.0)
-            if _apart(ours, theirs, theirs.abs().max().item() or 1) > limit:
-                at = f"layer {sum(partition[: border + 1])} (stage {border} to {border + 1})"
-                factor = ((ours * theirs).sum() / theirs.square().sum()).item()
-                off = (ours - factor * theirs).abs().max() / ours.abs().max()
-                times = f" (it is {factor:.4g} times as large)" if off < 1e-3 else ""
-                words = f"the border before {at} is the first that differs{times}, and "
-                return words, cause.format(border)
-    if is_loss_off:
-        last = len(partition) - 1
-        words = f"all borders are equal, stage {last} gives another loss, and "
-        return words, cause.format(last)
-    return "all borders and the loss are equal; ", (
-        "something that layers read besides the hidden states goes to later stages without its "
-        "gradient, or a weight that several stages read is on one of them only"
-    )
+) -> str:
+    """Return the first border at which hidden states differ, in words; empty if none does."""
+    for border, ours, theirs in hidden_states(found, expected, batches):
+        if gap(ours, theirs) > limit * (theirs.abs().max().item() or 1):
+            factor = ((ours * theirs).sum() / theirs.square().sum()).item()
+            off = (ours - factor * theirs).abs().max() / ours.abs().max()
+            times = f" (it is {factor:.4g} times as large)" if off < 1e-3 else ""
+            return (
+                f"the border before layer {sum(partition[: border + 1])} (stage {border} to "
+                f"{border + 1}) is the first that differs{times}"
+            )
+    return ""

@@ -61,18 +61,13 @@ def test_e02_three_resumes_in_a_chain(job, straight):
 
 
 OPTIONS = {
-    "e04_data_workers": ("--num-workers", 2),
-    "e05_accumulation": ("--accumulate-steps", 2, "--batch-size", 4),
+    "e04_data_workers": ("--num-workers", 2, "--packing"),
+    "e05_accumulation": ("--accumulate-steps", 2, "--batch-size", 4, "--sync-save"),
     "e06_warm_up_and_decay": ("--warmup-steps", 5, "--weight-decay", 0.3, "--max-grad-norm", 0.5),
-    "e07_dropout": ("--llm-lora-num", 1, "--lora.dropout", 0.3),
+    "e07_dropout": ("--llm-lora-num", 1, "--lora.dropout", 0.3, "--gradient-checkpointing"),
     "e13_bf16_masters": ("--bf16",),
     "e13_fp16_scale": ("--fp16",),
-    "packed": ("--packing",),
-    "recomputed": ("--gradient-checkpointing",),
-    "frozen": ("--parts.lm_head.frozen",),
-    "lora": ("--llm-lora-num", 1),
-    "waits": ("--sync-save",),
-    "muon": ("--optimizer", "muon"),
+    "muon": ("--optimizer", "muon", "--parts.lm_head.frozen"),
     "adafactor": ("--optimizer", "adafactor"),
     "adamw_8bit": ("--optimizer", "adamw_8bit"),
 }

@@ -99,7 +99,7 @@ def test_the_divergence_from_a_copy_of_the_start(job, frozen, kind):
 
 @pytest.mark.parametrize(
     ("kind", "options", "ranks"),
-    [("mixed", (), 2), ("full", *SPLITS[1]), ("full", *SPLITS[2]), ("ahead", (), 2)],
+    [("mixed", (), 2), ("full", *SPLITS[2]), ("ahead", (), 2)],
 )
 def test_every_split_has_the_same_start(job, frozen, kind, options, ranks, monkeypatch):
     monkeypatch.setattr(Rollouts, "_with_log_probs", against_plain_model(job.model))

@@ -10,8 +10,7 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM
 
-from options.memory import KERNELS, attention_arguments
-from options.train import RunConfig
+from options.train import KERNELS, RunConfig, attention_arguments
 from pp_models import CausalLMStage, RewardStage, VisionLanguageStage
 from stageline.checkpoint.init import init_split_model
 from stageline.data.batches.batch import pack_rows

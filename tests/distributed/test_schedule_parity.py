@@ -277,7 +277,7 @@ def all_runs(num_ranks, kind="own"):
             "interleaved_1f1b", num_ranks=2, stages_per_rank=3
         )
     runs = {name: (schedule, PipelineRunner) for name, schedule in schedules.items()}
-    if kind != "padded" and num_ranks > 1:
+    if kind == "own" and num_ranks > 1:
         runs |= {
             f"torch's {name}": (schedule, TorchPipelineRunner)
             for name, schedule in schedules.items()

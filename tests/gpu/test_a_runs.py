@@ -34,6 +34,7 @@ REGISTER = "--pin-model register" if KIND == "cuda" else ""  # only CUDA has it
 ZBV = "--schedule zbv --num-stages 2"
 # sdpa has other kernels there, and in half types other bits
 BF16 = "--bf16 --attention eager"
+PISSA = "pissa_niter_2" if KIND == "cuda" else "pissa"
 METHODS = "--fp32.norms --fp32.logits --rope-scaling dynamic --max-token-num 300"
 NEW_TOKENS = "--vocab.new_tokens <a>,<b> --vocab.train_new --llm-lora-num 1 --parts.lm_head.frozen"
 
@@ -84,22 +85,19 @@ CASES = {
         cards=4,
     ),
     "bf16": Case(BF16, f"{ZBV} --eval-samples 4 --save-steps 1 --offload-activations"),
-    "fp16 scaler": Case("--fp16", ZBV),
     "lora dropout": Case(DROPOUT, f"--gradient-checkpointing {ZBV}"),
-    "dora rslora": Case(f"{BF16} {LORA} --lora.use_dora --lora.use_rslora", "--save-steps 1"),
-    "pissa": Case(f"{LORA} --lora.init pissa", ZBV),
-    "pissa fast": Case(f"{BF16} {LORA} --lora.init pissa_niter_2"),
+    "dora rslora": Case(f"{LORA} --lora.use_dora --lora.use_rslora", "--save-steps 1"),
+    "pissa": Case(f"{LORA} --lora.init {PISSA}", ZBV),
     "new tokens": Case(NEW_TOKENS, f"{ZBV} --save-steps 1"),
     "packing replicas": Case(
         "--packing", "--dp-degree 2 --batch-size 2 --micro-batch-size 1", ranks=2, cards=2
     ),
-    "packing eager fp16": Case(f"--fp16 --packing --attention eager {LORA}"),
+    "packing eager fp16": Case(f"--fp16 --packing --attention eager {LORA}", ZBV),
     "methods": Case(f"{BF16} {METHODS}", ZBV, waits=".*modeling_rope_utils.py"),
     "muon": Case("--optimizer muon", ZBV),
     "adafactor": Case("--optimizer adafactor", waits=".*training/precision.py"),
     "experts": Case("--train-model.output_router_logits true", ZBV, family="mixtral"),
     "tied": Case(BF16, "--num-stages 2", ranks=2, cards=2, family="gpt2"),
-    "dpo": Case(f"--collate-fn dpo --loss-fn dpo {LORA}", "--eval-samples 4", rows="dpo"),
     "dpo full": Case(
         "--collate-fn dpo --loss-fn dpo", f"{ZBV} --eval-samples 4", rows="dpo", waits=TABLE
     ),
@@ -117,15 +115,13 @@ CASES = {
         cards=4,
         waits=ARRIVALS,
     ),
-    "streaming one card": Case(words=f"{STREAMING} --streaming.stages 1", waits=ARRIVALS),
-    "streaming bf16": Case(BF16, f"{STREAMING} {REGISTER}", cards=3, waits=ARRIVALS),
-    "streaming lora dropout": Case(DROPOUT, f"{STREAMING} {REGISTER}", cards=2, waits=ARRIVALS),
+    "streaming lora dropout": Case(DROPOUT, f"{STREAMING} {REGISTER}", cards=3, waits=ARRIVALS),
     "streaming stale": Case(BF16, f"{STREAMING} --stale-step", cards=2, waits=ARRIVALS),
 }
 
 if KIND != "cuda":  # these cases differ by kind
-    names = ("zbv recompute chunk", "offload operators", "stages", "shares", "lora dropout")
-    names += ("packing eager fp16", "pissa", "dpo", "streaming", "streaming stale")
+    names = ("zbv recompute chunk", "stages", "shares", "lora dropout")
+    names += ("packing eager fp16", "pissa", "dpo full", "streaming stale")
     CASES = {name: CASES[name] for name in names}
 shown_on_cuda = pytest.mark.skipif(KIND != "cuda", reason="the same code as on CUDA's cards")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from loss_fn import sft
-from options.memory import KERNELS
+from options.train import KERNELS
 from pp_models import CausalLMStage
 from stageline.checkpoint.init import init_split_model
 from stageline.data.batches.batch import pack_rows

@@ -25,8 +25,12 @@ COMMANDS = [
 # runs each command in a fork of one process, up to where it would start its ranks
 START = """
 import json, os, runpy, sys, tempfile
-import torch  # allowed, and imported once for all forks
+import torch  # allowed, and imported once for all forks, like the rest that is light
+import torch.distributed.elastic.multiprocessing, torch.distributed.pipelining
+import commands, parse_args
+from register import import_shelf
 from stageline.distributed import launch
+import_shelf()
 launch._launch = lambda *_, **__: sys.exit(40)
 leave = os._exit
 
@@ -38,6 +42,8 @@ def tell_and_leave(code):
     tell()
     leave(code)
 
+tell_nothing = {"transformers", "datasets", "huggingface_hub"} & set(sys.modules)
+assert not tell_nothing, tell_nothing
 for words in json.load(sys.stdin):
     with tempfile.TemporaryFile("w+") as out:
         if os.fork():

@@ -56,7 +56,7 @@ def tiny_model(family, folder):
     return decoded_models.decoded_vision_model(family, folder, encode=encode, num_tokens=12)
 
 
-@pytest.fixture(params=["llama", "gemma3", "mixtral", "internvl"])
+@pytest.fixture(params=["gemma3", "mixtral", "internvl"])
 def model(request, tmp_path_factory):
     return tiny_model(request.param, tmp_path_factory.getbasetemp() / request.param)
 

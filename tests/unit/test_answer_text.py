@@ -52,25 +52,6 @@ def _byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _word_piece_tokenizer() -> PreTrainedTokenizerFast:
-    words = ["[UNK]", "[SEP]", "the", "cat", "##s", "is", "n", "'", "t", ".", ",", "##ing", "你"]
-    backend = Tokenizer(models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece(cleanup=False)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        unk_token="[UNK]",
-        eos_token="[SEP]",
-        clean_up_tokenization_spaces=True,
-    )
-
-
-def _cleaning_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = tiny_metaspace_tokenizer([TEXT, *PAIRS], kind="unigram")
-    tokenizer.clean_up_tokenization_spaces = True
-    return tokenizer
-
-
 MAKERS = {
     "bytes": lambda: tiny_tokenizer([*PAIRS]),
     "bytes few merges": tiny_tokenizer,
@@ -78,8 +59,6 @@ MAKERS = {
     "metaspace always": lambda: tiny_metaspace_tokenizer([TEXT], prepend_scheme="always"),
     "metaspace never": lambda: tiny_metaspace_tokenizer([TEXT], prepend_scheme="never"),
     "byte fallback": _byte_fallback_tokenizer,
-    "cleaning unigram": _cleaning_tokenizer,
-    "cleaning word pieces": _word_piece_tokenizer,
 }
 
 
@@ -220,7 +199,7 @@ def test_a_stop_token_is_in_neither_tokens_nor_text():
             answer.add(plain)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "metaspace first", "byte fallback", "cleaning unigram"])
+@pytest.mark.parametrize("kind", ["bytes", "metaspace first", "byte fallback"])
 @pytest.mark.parametrize("text", [TEXT, "👩‍👩‍👧", "\ufffd", "    ", "a . "])
 def test_the_work_a_token_does_not_grow_with_the_answer(kind, text, monkeypatch):
     tokenizer = _tokenizer(kind)

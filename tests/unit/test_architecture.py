@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import run_configs
-from commands.run_plan import RunPlan
+from commands.train import RunPlan
 from options.fields import option_fields
 from parse_args import Arguments
 from register import ALL_REGISTERS, import_shelf
@@ -29,8 +29,7 @@ PLAIN_WORDS |= set("serves takes that the to was with".split())
 KINDS = {
     "stageline/device.py": "environment variables of each",
     "stageline/streaming/host_weights.py": "cudaHostRegister",
-    "options/memory.py": "where flash and flex attention have kernels",
-    "options/train.py": "what --device may be",
+    "options/train.py": "what --device may be, and where attention kernels are",
 }
 
 SHELF = {

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from options.fields import OptionError, check_together, replaced
-from options.memory import attention_arguments, check_attention, check_attention_device
-from options.train import RunConfig
+from options.train import RunConfig, attention_arguments, check_attention, check_attention_device
 
 
 def part(own=None):

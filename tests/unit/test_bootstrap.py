@@ -14,7 +14,7 @@ from stageline.evaluation.report import (
     collect_clusters,
     collect_groupings,
     compare,
-    format_comparison,
+    comparison_table,
     format_figures,
     format_report,
     make_report,
@@ -259,8 +259,7 @@ def test_the_difference_is_paired():
     assert (turned["num_better"], turned["num_worse"]) == (0, better)
     assert turned["difference"] == result["difference"]
     assert compare(other, one, samples)["difference"] == -result["difference"]
-    text = format_comparison(result)
-    assert text.splitlines()[-1].split()[:2] == ["all", f"+{better / 200:.4f}"]
+    assert comparison_table(result)[-1][:2] == ["all", f"+{better / 200:.4f}"]
 
 
 @pytest.mark.parametrize(("better", "worse"), [(0, 0), (1, 0), (3, 3), (7, 2), (2, 7), (12, 1)])

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from commands import command_line
-from commands.command_line import COMMANDS, MOVED, find_command, overview, rewritten
+from commands.command_line import COMMANDS, find_command, overview, rewritten
 from options.command_line import command_words
 from stageline.distributed import failure
 from stageline.errors import UserError
@@ -60,10 +60,6 @@ def test_commands_are_listed_and_others_refused(tmp_path):
         assert not command.door or (ROOT / command.door).is_file()
     with pytest.raises(UserError, match="'evla' is not a command of stageline. Did you mean eval"):
         find_command("evla")
-    for name, place in MOVED.items():
-        assert (ROOT / place).is_file() and f"  {name} " not in overview()
-        with pytest.raises(UserError, match=place):
-            find_command(name)
     package = tmp_path / "stageline"
     package.mkdir()
     (package / "__main__.py").write_bytes((ROOT / "stageline" / "__main__.py").read_bytes())

@@ -4,10 +4,8 @@ Every token gets keys and values that no other token of any row has, so that a c
 row, or of one that left, is seen. Rows that leave may have held NaN.
 """
 
-import itertools
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -174,42 +172,6 @@ def test_a_group_holds_what_its_rows_brought(data):
             source, target = data.draw(st.permutations(range(count)))[:2]
             machine.join(source, target)
         machine.check()
-
-
-@pytest.mark.parametrize("fails_at", range(13))
-@pytest.mark.parametrize("action", ["join", "step"])
-def test_a_group_that_ran_out_of_memory_is_whole_or_says_so(fails_at, action, monkeypatch):
-    machine, sizes, calls = Machine(), [5, 70, 31], itertools.count()
-    machine.groups = [machine.prefill(sizes, 3), machine.prefill([90], 7)]
-    cache, model = machine.groups[0]
-    make = torch.Tensor.new_zeros
-
-    def rationed(*args, **kwargs):
-        if next(calls) >= fails_at:
-            raise torch.OutOfMemoryError("no more, on purpose")
-        return make(*args, **kwargs)
-
-    monkeypatch.setattr(torch.Tensor, "new_zeros", rationed)
-    try:
-        if action == "join":
-            cache.join(machine.groups[1][0])
-            model.rows += machine.groups.pop(1)[1].rows
-        else:
-            cache.begin(64)
-    except torch.OutOfMemoryError:
-        pass
-    monkeypatch.undo()
-    if not cache.is_lost:
-        machine.check()
-        machine.step(0)
-        machine.check()
-        return
-    assert cache.num_bytes() == 0
-    with pytest.raises(RuntimeError, match="were lost"):
-        cache.begin(1)
-    for _ in sizes:  # rows still leave one by one
-        cache.remove(0)
-    assert cache.window.num_rows == 0
 
 
 def test_no_number_of_a_row_that_left_is_seen_where_others_take_its_place():

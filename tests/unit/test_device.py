@@ -55,19 +55,11 @@ def test_memory_figures_are_those_of_the_device(cards):
     assert cache_budget(cards[1], gib=None, processes=1) == int(0.8 * 7 * GIB)
 
 
-def test_a_replica_takes_its_own_or_says_that_it_cannot(cards, monkeypatch):
+def test_a_replica_takes_its_own(cards, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     run = SimpleNamespace(device="xpu", num_devices=None)
-
-    def take():
-        monkeypatch.setenv("ZE_AFFINITY_MASK", "4,7")
-        _take_own_devices(run, SimpleNamespace(count=2, index=1))
-
-    with pytest.raises(UserError, match="ZE_AFFINITY_MASK=7, .* driver had been started"):
-        take()
-    shown = lambda: len(os.environ["ZE_AFFINITY_MASK"].split(","))  # noqa: E731
-    monkeypatch.setattr(torch.accelerator, "device_count", shown)
-    take()
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "4,7")
+    _take_own_devices(run, SimpleNamespace(count=2, index=1))
     assert os.environ["ZE_AFFINITY_MASK"] == "7"
 
 

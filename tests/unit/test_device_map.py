@@ -70,18 +70,6 @@ def test_no_operation_mixes_devices(family):
     assert cached == {0, 1, 2}
 
 
-@pytest.mark.parametrize("family", ["internvl", "llava", "idefics3", "gemma3_vl"])
-def test_no_operation_mixes_devices_where_the_tower_is_cut(family):
-    model, batch = build(family), micro_batch(family)
-    cutter = ModelCutter(model, num_devices=3, memory=[100] * 3)
-    assert len(set(cutter.homes.blocks)) > 1 and set(cutter.homes.layers) > {0}
-    with fake_devices() as devices:
-        devices.dispatch(model, cutter.device_map())
-        inputs = {name: devices.move(value, 0) for name, value in batch.items()}
-        output = answer_of(model, inputs)
-        assert output.logits.device == devices.device(0)
-
-
 def test_deepstack_features_reach_layers_on_other_devices():
     model = build("qwen3_vl")
     count = len(model.config.vision_config.deepstack_visual_indexes)

@@ -13,7 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from commands import with_folders
-from commands.train_parts import check_same_commits
 from options.answer import ChatConfig, InferConfig
 from options.fields import OptionError, absolute, check_limits, option_fields, value_of
 from options.train import RunConfig
@@ -93,7 +92,7 @@ def test_options_take_names_and_say_what_a_path_was_taken_for(tmp_path, monkeypa
         check_limits(RunConfig(model_path=name, adapter_path=[name], dataset_path=name))
         check_limits(ChatConfig(model_path=name))
         assert absolute(option_fields(RunConfig)["model_path"], name) == name
-    with pytest.raises(OptionError, match=r"no such file.*runs is here.*hub:runs/modle is the"):
+    with pytest.raises(OptionError, match="runs/modle: there is no such file"):
         check_limits(RunConfig(model_path="runs/modle"))
     with pytest.raises(OptionError, match="no such file or folder") as caught:
         check_limits(RunConfig(dataset_path="sets/rows.jsonl"))
@@ -181,9 +180,6 @@ def test_the_config_has_the_commit_and_a_resumed_run_takes_it(here, tmp_path, mo
     assert name_of(with_folders(again, recorded=saved).adapter_path[0]).repo == "org/other"
     assert with_commit(f"org/model@{new}", [f"hub:org/model@{old}"]) == f"org/model@{new}"
     assert with_commit("org/model2", [f"hub:org/model@{old}"]) == "org/model2"
-    with pytest.raises(UserError, match=f"--model-path is .*{min(old, new)}.* and .*One commit"):
-        check_same_commits([saved, {**saved, "model-path": f"hub:org/model@{new}"}])
-    check_same_commits([saved, {**saved, "output-dir": "/elsewhere"}])
     # a folder of another cache is a folder
     item = option_fields(run)["model_path"]
     other = tmp_path / "x" / "models--org--model" / "snapshots" / old

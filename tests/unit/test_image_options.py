@@ -185,10 +185,6 @@ def test_too_many_images_of_a_sample():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (
-            ("--images.min_tiles", "3", "--images.max_tiles", "2"),
-            "--images.min_tiles 3 is more than --images.max_tiles 2",
-        ),
         (("--image-cache", "a", "--token-cache", "b"), "a, --token-cache b: there is no such"),
         (("--image-cache-gib", "3"), "train with --num-workers 1"),
         (("--images.pixel_limit", "200000000"), "at most 178000000"),

@@ -15,7 +15,7 @@ import yaml
 
 from commands import option_names
 from commands import train as train_pp  # noqa: F401 - its engines
-from options import memory
+from options import train as train_options
 from options.command_line import read_options
 from parse_args import parse_chat_args, parse_evaluate_args, parse_train_args
 from register import import_shelf
@@ -52,7 +52,7 @@ PENDING = {"num-train-epochs", "warmup-ratio"} - {one.replace("_", "-") for one 
 @pytest.fixture(autouse=True)
 def flash_attention_is_there(monkeypatch):
     there = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: name))
-    monkeypatch.setattr(memory, "importlib", there)
+    monkeypatch.setattr(train_options, "importlib", there)
 
 
 def nested(key, value):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from options.command_line import gathered, read_config, read_words
+from options.command_line import by_name, read_config, read_words
 from options.fields import OptionError
 from parse_args import parse_infer_args
 from register import import_shelf
@@ -140,14 +140,14 @@ def test_a_row_that_asks_nothing_is_named(tmp_path):
 
 
 def test_texts_are_not_parted_at_commas_and_the_command_line_replaces_a_file(tmp_path):
-    given = gathered(read_words(["--text", "a, b", "--text=[c]", "--x", "1"]), ["text", "none"])
-    assert list(given) == ["text"]
+    given = by_name(read_words(["--text", "a, b", "--text=[c]", "--x", "1"]), ["text", "none"])
+    assert list(given) == ["text", "x"]
     assert json.loads(given["text"].values[0]) == ["a, b", "[c]"]
     file = tmp_path / "run.yaml"
 
     def texts(content, *words):
         file.write_text(content)
-        given = gathered([*read_config(file), *read_words(words)], ["text"])
+        given = by_name([*read_config(file), *read_words(words)], ["text"])
         return json.loads(given["text"].values[0])
 
     assert texts("text: [a, 'b, c', 1]\n") == ["a", "b, c", "1"]

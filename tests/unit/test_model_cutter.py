@@ -63,22 +63,3 @@ def test_every_tensor_has_one_device(family, num_devices):
         assert devices[0] == devices[-1] == 0
         others = {key: device for key, device in placed.items() if not key.startswith(layers + ".")}
         assert set(others.values()) == {0}, "all but layers is on device 0"
-
-
-@pytest.mark.parametrize("family", (*VISION_LANGUAGE, "mllama"))
-def test_a_tower_that_is_too_large_is_cut_by_its_blocks(family):
-    model = whole(family)
-    cutter = ModelCutter(model, num_devices=3, memory=[100] * 3)
-    placed = cutter.device_map()
-    assert set(placed.values()) == {0, 1, 2}
-    modules = dict(model.named_modules())
-    lists = [key for key in placed if isinstance(modules.get(key), torch.nn.ModuleList)]
-    assert not lists, "accelerate moves what a module is called with, and lists are not called"
-    moved = {key.rpartition(".")[0] for key, device in placed.items() if device}
-    tower = moved - {layers_path(model)}
-    if family == "mllama":
-        assert not tower, "its tower joins what its blocks made"
-    else:
-        assert len(tower) <= 1 and bool(tower) == any(cutter.homes.blocks)
-    if family in ("internvl", "qwen2_5_vl", "qwen3_vl"):
-        assert tower

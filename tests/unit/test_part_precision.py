@@ -17,7 +17,7 @@ HALF = torch.bfloat16
 def make_stages(folder, methods, num_stages=2):
     stages = load_stages(folder, num_stages=num_stages, dtype=HALF)
     for model in stages:
-        methods.finish(model, {"notes": ()})
+        methods.finish(model, ((), False))
     return stages
 
 

@@ -48,8 +48,6 @@ def test_the_tower_takes_its_share_of_stage_0():
 def test_refusals_say_what_to_do():
     with pytest.raises(UserError, match=r"4 layers can't fill 5 stages.*--num-stages to 4"):
         uniform_partition(4, 5)
-    with pytest.raises(UserError, match="visual-gpu-ratio -0.5"):
-        uniform_partition(4, 2, visual_gpu_ratio=-0.5)
     with pytest.raises(UserError, match="8,8 sums to 16, the model has 17 layers"):
         explicit_partition([8, 8], num_layers=17, num_stages=2)
     with pytest.raises(UserError, match="8,8 names 2 stages, the run has 3"):

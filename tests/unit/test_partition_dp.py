@@ -1,5 +1,6 @@
 """The planner's splits against brute force over all contiguous splits."""
 
+import itertools
 import math
 import random
 
@@ -7,12 +8,7 @@ import pytest
 
 from stageline.pipeline.schedules import make_schedule
 from stageline.planner.estimate import Cost, MemoryRules, ModelCosts
-from stageline.planner.partition import (
-    Placement,
-    best_split,
-    every_split,
-    smallest_maximum,
-)
+from stageline.planner.partition import Placement, improved, smallest_maximum
 
 
 def random_costs(rng, num_layers, *, saved=0, weights=0):
@@ -40,11 +36,11 @@ def random_costs(rng, num_layers, *, saved=0, weights=0):
     )
 
 
-def test_every_split_is_there_once():
-    splits = list(every_split(7, 3))
-    assert len(splits) == 15
-    assert len({tuple(split) for split in splits}) == 15
-    assert all(sum(split) == 7 and min(split) >= 1 for split in splits)
+def every_split(num_layers, num_stages):
+    """Yield all ways, with at least one layer a stage."""
+    for cuts in itertools.combinations(range(1, num_layers), num_stages - 1):
+        places = (0, *cuts, num_layers)
+        yield [end - start for start, end in itertools.pairwise(places)]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
@@ -115,17 +111,22 @@ def test_by_seconds_is_the_best_split_that_fits(schedule, limits):
     ("schedule", "stages_per_rank"),
     [("interleaved_1f1b", 2), ("zbv", 2), ("interleaved_zero_bubble", 3), ("looped_bfs", 2)],
 )
-def test_several_stages_a_rank_have_the_shortest_simulated_step(schedule, stages_per_rank):
+def test_no_single_move_shortens_the_step_of_several_stages_a_rank(schedule, stages_per_rank):
     for seed in range(4):
         costs = random_costs(random.Random(seed), 8)
         made = make_schedule(schedule, num_ranks=2, stages_per_rank=stages_per_rank)
         placement = Placement(costs, made, 8)
-        best = min(placement.expect(s).seconds for s in every_split(8, made.num_stages))
-        assert placement.expect(placement.by_seconds()).seconds == best
+        found = placement.by_seconds()
+        near = [s for s in every_split(8, made.num_stages) if distance(s, found) <= 2]
+        assert placement.expect(found).seconds == min(placement.expect(s).seconds for s in near)
+
+
+def distance(one, other):
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def test_several_stages_a_rank_fit_first_and_are_quick_second():
-    """The quickest split overfills a rank: the quickest of those that fit best is taken."""
+    """The quickest split overfills a rank: the quickest near ones that fit best are taken."""
     costs = random_costs(random.Random(3), 7, weights=100)
     made = make_schedule("interleaved_1f1b", num_ranks=2, stages_per_rank=2)
     splits = list(every_split(7, 4))
@@ -139,19 +140,19 @@ def test_several_stages_a_rank_fit_first_and_are_quick_second():
             found = placement.expect(split)
             return placement.overshoot(found.memory), found.seconds
 
-        assert value(placement.by_seconds()) == min(map(value, splits))
-        assert room != fullest - 1 or value(quickest) > min(map(value, splits))
+        found = placement.by_seconds()
+        best = min(value(split) for split in splits if distance(split, found) <= 2)
+        assert value(found) == best and best[0] == min(map(value, splits))[0]
+        assert room != fullest - 1 or value(quickest) > best
 
 
-def test_too_many_splits_are_searched_from_the_best_start():
-    """A convex valley with one lowest place: single moves lead there."""
+def test_single_moves_lead_to_the_lowest_place_of_a_valley():
     target = [5, 9, 2, 4, 7, 3]
 
     def value(split):
         return (0, sum((a - b) ** 2 for a, b in zip(split, target, strict=True)))
 
-    found = best_split([[5] * 6], value, bound=lambda split: (0, 0), most_splits=10)
-    assert found == target
+    assert improved([5] * 6, value, most_values=300) == target
 
 
 def test_parameters_evens_out_bytes():

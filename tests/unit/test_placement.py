@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.errors import UserError
-from stageline.inference.model_cutter import Homes, ModelCutter, check_fit, device_bytes, place
+from stageline.inference.model_cutter import ModelCutter, check_fit, device_bytes, place
 from stageline.planner.estimate import (
     Cost,
     Load,
@@ -51,7 +51,7 @@ def every_map(num_layers, num_devices):
 @settings(max_examples=100, deadline=None)
 @given(MODEL, st.lists(st.integers(1, 100), min_size=1, max_size=4))
 def test_no_cut_leaves_the_fullest_device_emptier(model, memory):
-    devices = list(place(model, memory).layers)
+    devices = place(model, memory)
     num_layers = len(model.layers)
     assert len(devices) == num_layers and devices[0] == devices[-1] == 0
     assert devices[:-1] == sorted(devices[:-1]), "each device has one run of layers"
@@ -65,45 +65,11 @@ def test_no_cut_leaves_the_fullest_device_emptier(model, memory):
 @given(MODEL, st.lists(st.integers(1, 100), min_size=1, max_size=4))
 def test_the_table_counts_every_byte_once(model, memory):
     homes = place(model, memory)
-    devices, found = homes.layers, device_bytes(model, homes, memory)
+    devices, found = homes, device_bytes(model, homes, memory)
     assert sorted(i for item in found for i in item.layers) == list(range(len(model.layers)))
     assert sum(item.cost.weights for item in found) == model.weights
     assert sum(item.cost.cache for item in found) == sum(layer.cache for layer in model.layers)
     assert max(i.fraction for i in found) == pytest.approx(fullest(model, devices, memory))
-
-
-TOWER = st.builds(
-    lambda blocks, rest, workspace, **fields: ModelBytes(
-        blocks=tuple(blocks), tower=Cost(weights=sum(blocks) + rest, answering=workspace), **fields
-    ),
-    st.lists(st.integers(1, 60), min_size=1, max_size=4),
-    st.integers(0, 9),
-    workspace=SIZE,
-    layers=st.lists(LAYER, min_size=3, max_size=5).map(tuple),
-    ends=END,
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(TOWER, st.lists(st.integers(1, 300), min_size=2, max_size=3))
-def test_a_tower_is_cut_where_it_does_not_fit_and_in_the_best_way(model, memory):
-    num_blocks, num_devices = len(model.blocks), len(memory)
-    homes = place(model, memory)
-    used = max(item.fraction for item in device_bytes(model, homes, memory))
-    whole = Homes(place(model, memory, may_cut_tower=False).layers, (0,) * num_blocks)
-    uncut = max(item.fraction for item in device_bytes(model, whole, memory))
-    if uncut <= 0.95:
-        assert homes == whole, "nothing is cut without need"
-        return
-    chain = num_blocks + len(model.layers) - 2
-    best = uncut
-    for cuts in itertools.combinations(range(1, chain), num_devices - 1):
-        runs = [sum(index >= cut for cut in cuts) for index in range(chain)]
-        other = Homes((0, *runs[num_blocks:], 0), tuple(runs[:num_blocks]))
-        found = device_bytes(model, other, memory)
-        assert sum(item.cost.weights for item in found) == model.weights
-        best = min(best, max(item.fraction for item in found))
-    assert used == pytest.approx(best)
 
 
 def model_of_two_gib():
@@ -112,17 +78,17 @@ def model_of_two_gib():
 
 
 def test_what_does_not_fit_is_refused_with_what_is_missing_and_what_helps():
-    found = device_bytes(model_of_two_gib(), Homes((0, 1, 1, 0)), [2 * GIB, 2 * GIB])
+    found = device_bytes(model_of_two_gib(), [0, 1, 1, 0], [2 * GIB, 2 * GIB])
     with pytest.raises(UserError) as caught:
         check_fit(found, asked="2 rows of 64 tokens")
     text = str(caught.value)
     # 2.75 of 1.9 GiB, and 1.75 of 1.9
     assert "0.85 GiB on device 0 is missing" in text and "device 1 is" not in text
-    check_fit(device_bytes(model_of_two_gib(), Homes((0, 1, 1, 0)), [3 * GIB, 2 * GIB]), asked="")
+    check_fit(device_bytes(model_of_two_gib(), [0, 1, 1, 0], [3 * GIB, 2 * GIB]), asked="")
 
 
 def test_weights_alone_may_fit():
-    found = device_bytes(model_of_two_gib(), Homes((0, 1, 1, 0)), [int(2.5 * GIB)] * 2)
+    found = device_bytes(model_of_two_gib(), [0, 1, 1, 0], [int(2.5 * GIB)] * 2)
     check_fit(found, asked="", without_passes=True)
     with pytest.raises(UserError, match="on device 0 is missing"):
         check_fit(found, asked="")

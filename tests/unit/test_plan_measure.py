@@ -149,7 +149,10 @@ def filled(metas):
 def test_the_estimate_has_exact_weights_and_fair_activations(tmp_path):
     outline = outline_of(maker("llama", tmp_path, config=wide_config("llama")))
     batch = workload("llama")
-    measured, rough = measure(outline, batch), estimate(outline, shape=batch.shape)
+    measured, rough = (
+        measure(outline, batch),
+        estimate(outline, shape=tuple(batch.batch["input_ids"].shape)),
+    )
     for split in ([2, 2], [1, 3]):
         for a, b in zip(measured.stages(split), rough.stages(split), strict=True):
             assert (a.weights, a.gradients) == (b.weights, b.gradients)
@@ -224,7 +227,7 @@ def test_passes_that_are_counted_are_those_that_are_run(tmp_path):
     for ours, real in [*pairs, *zip(counted.layers, measured.layers, strict=True)]:
         assert (ours.saved, ours.weights, ours.masters) == (real.saved, real.weights, real.masters)
         assert ours.transient == pytest.approx(real.transient, rel=0.02, abs=2000)
-    rows, tokens = batch.shape
+    rows, tokens = batch.batch["input_ids"].shape
     width, ffn = config.hidden_size, config.intermediate_size
     keys = width // config.num_attention_heads * config.num_key_value_heads
     products = 2 * (2 * width * width + 2 * width * keys + 3 * width * ffn) * tokens

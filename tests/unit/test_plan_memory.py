@@ -5,9 +5,8 @@ from dataclasses import replace
 from stageline.pipeline.plan import parse_action
 from stageline.pipeline.schedules import make_schedule
 from stageline.planner.estimate import Cost, MemoryRules, ModelCosts, peak_activations, rank_memory
-from stageline.planner.partition import advise
+from stageline.planner.partition import Placement, advise
 from stageline.planner.planner import refusal
-from stageline.planner.simulate import expect
 
 SECONDS = {"forward": 1.0, "backward": 2.0, "input_grad": 1.0, "weight_grad": 1.0}
 SIZES = {"num_parameters": 10, "num_trainable": 10, "weights": 20, "gradients": 40, "masters": 40}
@@ -38,7 +37,7 @@ def test_a_refusal_names_what_makes_the_full_phase_smaller():
     costs = model(replace(LAYER, cache=1000))
     schedule = make_schedule("1f1b", num_ranks=2)
     rules = MemoryRules(optimizer_bytes=0)
-    found = expect(costs, [2, 2], schedule, num_micro_batches=4, rules=rules)
+    found = Placement(costs, schedule, 4, rules).expect([2, 2])
     lasting, trains = found.memory[0].lasting, max(rank.training for rank in found.memory)
     said = refusal(found, (lasting + trains, lasting + trains))
     assert "`group_size`" in said and "`micro_batch_size`" not in said
@@ -120,7 +119,7 @@ def test_before_the_first_trained_item_nothing_is_kept():
     frozen = Cost(forward=1.0, weights=20, num_parameters=10)
     costs = replace(model(), overhead=NOTHING, layers=(frozen, LAYER), batch=0)
     schedule = make_schedule("1f1b", num_ranks=2)
-    found = expect(costs, [1, 1], schedule, num_micro_batches=4, rules=MemoryRules())
+    found = Placement(costs, schedule, 4).expect([1, 1])
     assert found.memory[0].activations == 0 and found.memory[0].gradients == 0
     # rank 0: 4 forwards; rank 1 waits for the first, then 4 x (1 + 2)
     assert found.seconds == 1 + 4 * 3

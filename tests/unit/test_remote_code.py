@@ -1,7 +1,6 @@
 """Models that come with code of their own: stages start, load, save and are checked as others."""
 
 import functools
-import pickle
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from stageline.inference.generation import encode_prompts, generate
 from stageline.inference.model_cutter import ModelCutter
 from stageline.model_folder import load_config
 from stageline.planner.estimate import model_on_meta
-from stageline.verify import whole_model
 from stageline.verify.scaled_copy import ScaledCopy, verify
 from stageline.verify.training import training
 from tests.helpers.chain import chained_logits
@@ -151,16 +149,6 @@ def test_weights_that_were_read_are_not_drawn_again(tmp_path):
     before = {name: tensor.clone() for name, tensor in stage.state_dict().items()}
     load._fill_buffers(stage, done=set(before), device=torch.device("cpu"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in stage.state_dict().items())
-
-
-def test_what_ranks_are_told_of_a_check_can_be_pickled(tmp_path):
-    """The class of the config is not known to another process."""
-    folder = str(remote_model(tmp_path / "model"))
-    options = {"layers": None, "reference": "auto", "build": None, "seed": 0}
-    source = whole_model.ModelSource(folder, folder, folder)
-    told = whole_model.prepare(source, tmp_path, **options, trust_remote_code=True)
-    got = pickle.loads(pickle.dumps(told))
-    assert b"ParrotConfig" not in pickle.dumps(told) and got.config.model_type == "parrot"
 
 
 def test_an_export_agrees_with_the_stages(tmp_path):

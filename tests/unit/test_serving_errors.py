@@ -9,7 +9,6 @@ import pytest
 
 from prompt_fn import auto, chat
 from stageline.errors import MemoryFull, UserError
-from stageline.serving.app import ASKING
 from tests.helpers.chat_templates import format_tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.served import served
@@ -143,10 +142,6 @@ def provoke(way, client, server):
 def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as made:
         yield made
-
-
-def test_every_status_of_the_document_is_asked_for():
-    assert {case[1] for case in CASES.values()} == {*ASKING, 405}
 
 
 @pytest.mark.parametrize("way", CASES)

@@ -9,9 +9,7 @@ import torch
 import transformers
 
 from commands import train_engines
-from options.memory import answering_remedies, memory_remedies
-from options.rollouts import RolloutOptions
-from options.train import RunConfig
+from options.train import RolloutOptions, RunConfig, answering_remedies, memory_remedies
 from pp_models import CausalLMStage
 from stageline import progress
 from stageline.streaming.runner import streaming_schedule

@@ -99,7 +99,7 @@ def train(runner, family, num_steps=3):
         result = train_step(batches, step=step)
         told.append((result.loss, result.extra_loss, result.grad_norm))
     found = evaluate(runner, [batches], loss_fn=sft, keep=4)
-    assert runner.local.training, "an evaluation leaves dropout as it was"
+    assert runner.local.models[0].training, "an evaluation leaves dropout as it was"
     weights = {name: p.detach().clone() for name, p in runner.local.named_parameters().items()}
     return told, (found.loss, found.predicted), weights
 

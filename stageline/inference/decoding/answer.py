@@ -52,12 +52,12 @@ REPLACEMENT = "\ufffd"
 _LONGEST_WINDOW = 24
 _SHORT_WINDOW = 8
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-# a tail that the clean-up of spaces may still join with what comes, as in " n" + "'t" or " ' "
-_OPEN_SPACES = re.compile(r" [ '.?!,nvr]*\Z")
 
 
 class GrowingText:
-    """The text of tokens that come one by one; special tokens are left out of it.
+    """The text of tokens that come one by one, without special tokens.
+
+    Spaces before punctuation are not cleaned up, as some tokenizers of word pieces do.
 
     Attributes:
         last_byte: the byte that the last token stands for, with tokenizers that fall back to bytes.
@@ -66,10 +66,9 @@ class GrowingText:
     def __init__(self, tokenizer: Any) -> None:
         self.last_byte: int | None = None
         self._tokenizer = tokenizer
-        self._skipped, self._cleans_up = _habits(tokenizer)
+        self._skipped = _special_ids(tokenizer)
         self._window: list[int] = []
         self._num_given = 0  # characters of the window's text
-        self._open_spaces = ""
 
     def add(self, token_id: int) -> str:
         """Take a token; return the text that no later token can change."""
@@ -93,25 +92,11 @@ class GrowingText:
             if len(end) > num_uncertain:
                 self._window = self._window[-_SHORT_WINDOW:]
                 self._num_given = len(end) - num_uncertain
-        return self._clean(new, is_end=False)
+        return new
 
     def rest(self) -> str:
         """Return the end of the text if no further token follows; may be called again."""
-        new = self._decode(self._window)[self._num_given :]
-        spaces = self._open_spaces
-        rest = self._clean(new, is_end=True)
-        self._open_spaces = spaces
-        return rest
-
-    def _clean(self, new: str, *, is_end: bool) -> str:
-        """The clean-up that some tokenizers do on the whole text: " ." to "." and the like."""
-        if not self._cleans_up:
-            return new
-        text = self._open_spaces + new
-        tail = None if is_end else _OPEN_SPACES.search(text)
-        certain = text[: tail.start()] if tail else text
-        self._open_spaces = text[len(certain) :]
-        return self._tokenizer.clean_up_tokenization(certain)
+        return self._decode(self._window)[self._num_given :]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
@@ -120,22 +105,12 @@ class GrowingText:
 
 
 @functools.lru_cache(maxsize=8)  # some have thousands of special tokens, and requests are many
-def _habits(tokenizer: Any) -> tuple[frozenset[int], bool]:
-    """The ids that it leaves out, and whether it cleans up spaces."""
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids that it leaves out."""
     if getattr(tokenizer, "is_fast", False):
         added = tokenizer.added_tokens_decoder
-        skipped = frozenset(token_id for token_id, token in added.items() if token.special)
-    else:
-        skipped = frozenset(tokenizer.all_special_ids)
-    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        return skipped, False
-    # some set it and don't do it, byte-level BPE since transformers 5
-    probe = tokenizer.encode("a . b ? c ! d , e 's", add_special_tokens=False)
-    plain, cleaned = (
-        tokenizer.decode(probe, skip_special_tokens=True, **options)
-        for options in ({"clean_up_tokenization_spaces": False}, {})
-    )
-    return skipped, plain != cleaned
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+    return frozenset(tokenizer.all_special_ids)
 
 
 class AnswerText:

@@ -113,13 +113,9 @@ class FixedLayer(CacheLayerMixin):
         """Set the keys and values that the model reads; free buffers that no row needs."""
         width = self.columns.width
         if not self._buffers or not width:
-            self.drop()
+            self._buffers, self.keys, self.values = (), None, None
             return
         self.keys, self.values = (buffer[:num_rows, :, :width] for buffer in self._buffers)
-
-    def drop(self) -> None:
-        """Free the buffers."""
-        self._buffers, self.keys, self.values = (), None, None
 
     def get_seq_length(self) -> int:
         return 0 if self.keys is None else self.columns.width
@@ -198,7 +194,8 @@ class WindowLayer(CacheLayerMixin):
     def __init__(self, window: Window) -> None:
         self.window = window
         super().__init__()
-        self.drop()
+        # some models ask how much a layer of another stage holds
+        self.keys = self.values = torch.empty(0)
 
     @property
     def is_initialized(self) -> bool:
@@ -236,10 +233,6 @@ class WindowLayer(CacheLayerMixin):
         shape = (self.window.num_rows, num_heads, count, size)
         return buffer.as_strided(shape, buffer.stride(), first * size)
 
-    def drop(self) -> None:
-        """Lets go of the buffers; some models ask how much a layer of another stage holds."""
-        self.keys = self.values = torch.empty(0)
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.window.width + query_length, 0
 
@@ -265,7 +258,6 @@ class GroupCache(Cache):
     Attributes:
         most: (rows, columns) that the group will have at most: buffers get no larger, and rows find
             their place at once. None: not known, and buffers grow ahead.
-        is_lost: memory ran out while buffers moved; nothing can be read from it any more.
     """
 
     def __init__(
@@ -281,7 +273,6 @@ class GroupCache(Cache):
         self.window_layers = [layer for layer in self.layers if isinstance(layer, WindowLayer)]
         self.fixed_layers = [layer for layer in self.layers if isinstance(layer, FixedLayer)]
         self.most: tuple[int, int] | None = None
-        self.is_lost = False
 
     def begin(self, num_new: int, *, lengths: Sequence[int] | None = None, room: int = 0) -> None:
         """Makes room for a pass that appends `num_new` columns.
@@ -291,10 +282,9 @@ class GroupCache(Cache):
             room: columns of this pass and of those that are to follow soon.
 
         Raises:
-            RuntimeError: an earlier move ran out of memory half way.
+            RuntimeError: memory ran out, and nothing can be read from the cache any more.
         """
         window = self.window
-        self._check()
         if lengths is not None:
             window.first_columns = [num_new - length for length in lengths]
         if window.end + num_new > window.column_capacity:
@@ -341,45 +331,21 @@ class GroupCache(Cache):
             buffer[[one, other]] = buffer[[other, one]]
 
     def join(self, other: "GroupCache") -> None:
-        """Takes all rows of another group behind the own ones.
-
-        Raises:
-            RuntimeError: memory ran out. Unless `is_lost`, the group is as it was before.
-        """
+        """Takes all rows of another group behind the own ones; raises as `begin`."""
         if not self.window.num_rows:
             self.__dict__.update(other.__dict__)
             return
-        self._check()
-        other._check()
         mine, theirs = self.window, other.window
         num_rows, width = mine.num_rows + theirs.num_rows, max(mine.width, theirs.width)
         if num_rows > mine.row_capacity or theirs.width > mine.end:
             self._relocate(num_rows, width, 1)
-        try:
-            self._join_window(other)
-            self.fixed.lengths += other.fixed.lengths
-            for own, new in zip(self.fixed_layers, other.fixed_layers, strict=True):
-                own.join(new, mine.num_rows, theirs.num_rows)
-        except Exception:
-            self.lose()
-            raise
+        self._join_window(other)
+        self.fixed.lengths += other.fixed.lengths
+        for own, new in zip(self.fixed_layers, other.fixed_layers, strict=True):
+            own.join(new, mine.num_rows, theirs.num_rows)
         shift = mine.end - theirs.end
         mine.first_columns += [first + shift for first in theirs.first_columns]
         mine.trim()
-
-    def lose(self, num_more: int = 0) -> None:
-        """Lets go of all keys and values: they are of no use any more. The rows still leave.
-
-        Args:
-            num_more: rows that the group gets nevertheless.
-        """
-        self.is_lost = True
-        self.window.first_columns += [self.window.end] * num_more
-        self.fixed.lengths = [0] * self.window.num_rows
-        for layer in self.window_layers:
-            layer.drop()
-        for fixed in self.fixed_layers:
-            fixed.drop()
 
     def _join_window(self, other: "GroupCache") -> None:
         """Copy the rows and zero hidden columns: a row that left may have put NaN or inf there."""
@@ -401,17 +367,12 @@ class GroupCache(Cache):
         """Return the bytes of each buffer of the window."""
         return [buffer.nbytes for buffer in self._all_buffers()]
 
-    def _check(self) -> None:
-        if self.is_lost:
-            raise RuntimeError("keys and values of this group were lost when memory ran out")
-
     def _all_buffers(self) -> list[torch.Tensor]:
         return [getattr(layer, name) for layer in self.window_layers for name in layer.buffers()]
 
     def _relocate(self, num_rows: int, width: int, num_new: int) -> None:
         """Move all to buffers for `num_rows` rows; the columns in use then end at `width`."""
         window = self.window
-        before = window.row_capacity, window.column_capacity
         needed = width + num_new
         columns, rows = needed + needed // 4, window.row_capacity * 3 // 2
         if self.most is not None:
@@ -420,26 +381,12 @@ class GroupCache(Cache):
         if num_rows > window.row_capacity:
             window.row_capacity = max(num_rows, rows)
         old, new = slice(window.start, window.end), slice(width - window.width, width)
-        try:
-            self._move(old, new)
-        except Exception:
-            window.row_capacity, window.column_capacity = before
-            raise
+        for layer in self.window_layers:
+            for name in layer.buffers():  # one after the other: old and new of one at a time
+                buffer = getattr(layer, name)
+                moved = layer.new_buffer(buffer)
+                moved[: window.num_rows, :, new] = buffer[: window.num_rows, :, old]
+                setattr(layer, name, moved)
         shift = width - window.end
         window.first_columns = [first + shift for first in window.first_columns]
         window.start, window.end = new.start, new.stop
-
-    def _move(self, old: slice, new: slice) -> None:
-        num_rows, has_moved = self.window.num_rows, False
-        try:
-            for layer in self.window_layers:
-                for name in layer.buffers():  # one after the other: old and new of one at a time
-                    buffer = getattr(layer, name)
-                    moved = layer.new_buffer(buffer)
-                    moved[:num_rows, :, new] = buffer[:num_rows, :, old]
-                    setattr(layer, name, moved)
-                    has_moved = True
-        except Exception:
-            if has_moved:  # some have, others have not
-                self.lose()
-            raise

@@ -78,16 +78,9 @@ class Group:
     def _of_rows(self) -> tuple[list[Any], ...]:
         return (self.rows, self.positions, self.kept)
 
-    def join(self, new: "Group", *, is_lost: bool = False) -> None:
-        """Take the rows of another group.
-
-        Args:
-            is_lost: keys and values of both are gone; passes of their rows fail.
-        """
-        if is_lost:
-            self.cache.lose(len(new.rows))
-        else:
-            self.cache.join(new.cache)
+    def join(self, new: "Group") -> None:
+        """Take the rows of another group."""
+        self.cache.join(new.cache)
         self.position_ids = None
         for own, others in zip(self._of_rows, new._of_rows, strict=True):
             own += others
@@ -202,15 +195,17 @@ class StageDecoder:
             stack.enter_context(self._mode())
             if self._trains_on:  # a training run looks for operations that hang: each pass is one
                 stack.enter_context(progress.doing("decoding", stage=self.stage.stage))
-            self._tidy(order)
-            if self._row_choice is not None:
-                self._row_choice.begin(order.adapters)
-            if order.error is None and order.kind in self._passes:
-                try:
+            try:
+                self._tidy(order)
+                if self._row_choice is not None:
+                    self._row_choice.begin(order.adapters)
+                if order.error is None and order.kind in self._passes:
                     found = self._passes[order.kind](order, tensors)
-                except Exception as error:  # out of memory or a fault of the model: others continue
-                    traceback.print_exc(file=sys.stderr)
-                    order.error = f"stage {self.stage.stage}: {type(error).__name__}: {error}"
+            except Exception as error:  # out of memory or a fault of the model: others continue
+                traceback.print_exc(file=sys.stderr)
+                order.error = f"stage {self.stage.stage}: {type(error).__name__}: {error}"
+                if order.kind == "decode":  # its cache may have moved half way
+                    self.groups.pop(order.group, None)
         order.seconds.append(time.perf_counter() - began)
         return {} if order.error else found
 
@@ -262,18 +257,14 @@ class StageDecoder:
             if not left.rows:
                 del self.groups[number]
         for source, target in order.join:
-            new = self.groups.pop(source)
-            try:
-                self._join(target, new)
-            except Exception:  # out of memory: the rows still leave one by one
-                traceback.print_exc(file=sys.stderr)
-                self.groups[target].join(new, is_lost=True)
+            self._join(target, self.groups.pop(source))
 
     def _join(self, number: int, new: Group) -> None:
-        if number in self.groups:
-            self.groups[number].join(new)
-        else:
-            self.groups[number] = new
+        """Add rows to a group; if memory runs out the group is lost, and its passes fail."""
+        old = self.groups.pop(number, None)
+        if old is not None:
+            old.join(new)
+        self.groups[number] = old or new
 
     def _prefill(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """Read the prompts of new rows, or a piece of one; complete rows join the group."""
@@ -362,7 +353,9 @@ class StageDecoder:
 
     def _decode(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """One more token of each row of a group."""
-        group = self.groups[order.group]
+        group = self.groups.get(order.group)
+        if group is None:
+            raise RuntimeError("keys and values of the group were lost when memory ran out")
         group.arrange(order.rows)
         window = group.cache.window
         group.cache.begin(1)
