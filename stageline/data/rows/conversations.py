@@ -132,11 +132,12 @@ def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
     if role == _CALL:
         # JSON, perhaps behind a thought
         thought = _THOUGHT.match(content) if isinstance(content, str) else None
-        calls = parsed(content if thought is None else thought.string[thought.end() :])
+        text = content if thought is None else thought.string[thought.end() :]
+        calls = read_json(text, f"{place} calls a function by", _A_CALL)
         calls = [calls] if isinstance(calls, dict) else calls
         if not isinstance(calls, list) or not calls:
             raise bad_row(f"{place} calls a function by {shown(content)}", _A_CALL)
-        read |= {"content": "", "tool_calls": [_call(call, place) for call in calls]}
+        read |= {"content": "", "tool_calls": [read_call(call, place) for call in calls]}
         return {**read, "reasoning_content": thought[1].strip()} if thought else read
     if is_answer:
         calls = message.get("tool_calls")
@@ -145,7 +146,7 @@ def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
         if calls:
             if not isinstance(calls, list):
                 raise bad_row(f"{place} has the tool_calls {shown(calls)}", _A_CALL)
-            read["tool_calls"] = [_call(call, place) for call in calls]
+            read["tool_calls"] = [read_call(call, place) for call in calls]
         thoughts = [message.get(name) for name in _REASONING]
         thoughts = [thought for thought in thoughts if isinstance(thought, str) and thought]
         if thoughts:
@@ -216,9 +217,7 @@ def with_row_weights(row: Mapping[str, Any], messages: Any) -> Any:
 
 def read_tools(value: Any, *, column: str) -> list[dict[str, Any]]:
     """Return tools in OpenAI's form, from a list or its JSON; [] where there is none."""
-    if value in (None, "", []):
-        return []
-    tools = parsed(value)
+    tools = read_json(value or [], f"the column {column!r} is", _A_TOOL)
     tools = [tools] if isinstance(tools, dict) else tools
     if not isinstance(tools, list):
         raise bad_row(f"the column {column!r} is {shown(value)}", _A_TOOL)
@@ -230,15 +229,19 @@ def read_tools(value: Any, *, column: str) -> list[dict[str, Any]]:
     ]
 
 
-def _call(call: Any, place: str) -> dict[str, Any]:
-    """Return a call in OpenAI's form, its arguments as an object."""
+def read_call(call: Any, place: str) -> dict[str, Any]:
+    """Return a call in OpenAI's form, its arguments as an object.
+
+    Chat templates write the object themselves; given text, most would write JSON in JSON.
+    """
     function = _function_of(call)
     if function is None:
-        raise bad_row(f"{place} has the call {shown(call)}", _A_CALL)
-    given = function.get("arguments", function.get("parameters", {}))
-    arguments = {} if given in (None, "") else parsed(given)
+        raise bad_row(f"{place} has the tool call {shown(call)}", _A_CALL)
+    given = function.get("arguments", function.get("parameters")) or {}
+    what = f"{place} calls {function['name']!r} with"
+    arguments = read_json(given, what, _A_CALL)
     if not isinstance(arguments, dict):
-        raise bad_row(f"{place} calls {function['name']!r} with {shown(given)}", _A_CALL)
+        raise bad_row(f"{what} {shown(given)}", _A_CALL)
     kept = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     made = {"name": function["name"], "arguments": arguments}
     return {**kept, "type": "function", "function": made}
@@ -251,16 +254,16 @@ def _function_of(value: Any) -> dict[str, Any] | None:
     return function if is_named else None
 
 
-def parsed(value: Any) -> Any:
-    """Return the value of JSON text, None where it is none; what is not text stays."""
+def read_json(value: Any, what: str, wanted: str) -> Any:
+    """Return the value of JSON text; what is not text stays."""
     if not isinstance(value, str):
         return value
     try:
         read = json.loads(value)
         check_value(read)
-        return read
-    except (ValueError, RecursionError):
-        return None
+    except (ValueError, RecursionError) as error:
+        raise bad_row(f"{what} {shown(value)}, which is not JSON ({error})", wanted) from None
+    return read
 
 
 def names_text(names: Iterable[Any]) -> str:

@@ -17,11 +17,11 @@ from stageline.data.rows.conversations import (
     WEIGHTS,
     bad_row,
     is_learnt,
-    parsed,
+    read_call,
+    read_json,
     shown,
     with_row_weights,
 )
-from stageline.data.rows.read_rows import check_value
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template import fill_parts, parse_template, slot_value
 from stageline.errors import DataError, UserError
@@ -210,7 +210,7 @@ def _turn(place: str, message: Any) -> Turn:
     calls = filled.get("tool_calls") or []
     if not isinstance(calls, list):
         raise bad_row(f"{place} has the tool_calls {shown(calls)}", "a list")
-    calls = tuple(_read_call(place, call) for call in calls)
+    calls = tuple(read_call(call, place) for call in calls)
     reasoning = filled.get("reasoning_content", "")
     content = filled.get("content", "" if calls or reasoning else None)
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -237,43 +237,13 @@ def _turn(place: str, message: Any) -> Turn:
     )
 
 
-def _read_call(place: str, call: Any) -> Tool:
-    """Return a tool call, in which arguments that are the JSON text of an object become one.
-
-    Chat templates write the object themselves; given text, most would write JSON in JSON.
-    """
-    function = call.get("function", call) if isinstance(call, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict | str | None):
-        wanted = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
-        raise bad_row(f"{place} has the tool call {shown(call)}", wanted)
-    if isinstance(arguments, str):
-        try:
-            read = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            read = None
-        try:
-            check_value(read)
-        except ValueError as error:
-            raise bad_row(f"{place} has a call with {error}", "arguments without it") from error
-        arguments = read if isinstance(read, dict) else arguments
-    made: Tool = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
-    if isinstance(call.get("id"), str) and call["id"]:
-        made["id"] = call["id"]
-    return made
-
-
 def tools_of(sample: Mapping[str, Any]) -> list[Tool]:
     """Return the tool descriptions of a sample: a list of objects, or that list as JSON text."""
-    tools = sample.get("tools")
-    if isinstance(tools, str) and (read := parsed(tools)) is not None:
-        tools = read
-    if not tools:
-        return []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        with _row_named(sample):
-            raise bad_row(f"`tools` is {shown(tools)}", "a list of JSON-schema objects")
+    with _row_named(sample):
+        wanted = "a list of JSON-schema objects"
+        tools = read_json(sample.get("tools") or [], "`tools` is", wanted)
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise bad_row(f"`tools` is {shown(tools)}", wanted)
     return tools
 
 
