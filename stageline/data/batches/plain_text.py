@@ -22,7 +22,13 @@ import numpy
 from torch.utils.data import Dataset
 
 from stageline.data.batches.batch import Images, MicroBatch, Sample, pad_rows, sample_name
-from stageline.data.batches.collate import Item, collate_encoded, encode_sft, pack_encoded
+from stageline.data.batches.collate import (
+    Item,
+    collate_encoded,
+    encode_sft,
+    pack_encoded,
+    row_options,
+)
 from stageline.data.batches.collate_part import EncodedSample, all_encoded
 from stageline.data.text.encode import Encoded
 from stageline.data.text.limit import TextOverlong, limit_length
@@ -266,12 +272,7 @@ def collate_text(samples: Sequence[Item], **common: Any) -> MicroBatch:
         return collate_encoded(encoded, **common)
     if any(one.sample.get("is_packed") for one in encoded):
         return pack_encoded([[one] for one in encoded], **common)
-    return pad_rows(
-        [row for one in encoded for row in one.rows],
-        pad_token_id=common["pad_token_id"],
-        multiple_of=common.get("pad_to_multiple_of", 1),
-        max_width=common["max_token_num"],
-    )
+    return pad_rows([row for one in encoded for row in one.rows], **row_options(**common))
 
 
 def collate_packed_text(rows: Sequence[Sequence[Item]], **common: Any) -> MicroBatch:

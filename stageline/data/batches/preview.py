@@ -109,27 +109,24 @@ def paint(shown: Shown, tokenizer: Any) -> str:
 
 def _units(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool]]:
     """Yield (text, in the loss) of each token, or of tokens that make one character together."""
-    added = set(tokenizer.added_tokens_decoder)
-    for (text, is_learnt, token_id), alike in groupby(_read(shown, tokenizer)):
+    for unit, alike in groupby(_read(shown, tokenizer)):
         count = len(list(alike))
-        if count > _MOST_ALIKE and token_id in added:
+        text, is_learnt = unit
+        if count > _MOST_ALIKE and text in tokenizer.get_added_vocab():
             yield f"{text}(x{count})", is_learnt
         else:
-            yield from [(text, is_learnt)] * count
+            yield from [unit] * count
 
 
-def _read(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool, int]]:
-    """Yield (text, in the loss, last id); a token is decoded after the previous, for its spaces."""
+def _read(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool]]:
+    """Yield text and whether it is in the loss; decoded in a row, for spaces between tokens."""
     ids, before, read = shown.input_ids, 0, 0
-    as_it_is = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[before:end], **as_it_is)
+        text = tokenizer.decode(ids[before:end])
         if text.endswith("\ufffd") and end < len(ids) and end - read < _LONGEST_CHARACTER:
             continue
-        known = tokenizer.decode(ids[before:read], **as_it_is) if read else ""
-        own = (  # nothing that would steer a terminal
-            char if char.isprintable() or char in "\n\t" else repr(char)[1:-1]
-            for char in text[len(known) :]
-        )
-        yield "".join(own), any(shown.is_learnt[read:end]), ids[end - 1]
+        own = text[len(tokenizer.decode(ids[before:read])) :] if read else text
+        # nothing that would steer a terminal
+        clean = [char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in own]
+        yield "".join(clean), any(shown.is_learnt[read:end])
         before, read = read, end

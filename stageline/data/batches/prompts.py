@@ -71,19 +71,11 @@ def decoder_inputs(encoded: EncodedSample, *, processor: Any, pad_token_id: int)
     return batch
 
 
-def collate_answers(
-    samples: Sequence[Item], *, max_completion_length: int, **common: Any
-) -> MicroBatch:
+def collate_answers(samples: Sequence[Item], **common: Any) -> MicroBatch:
     """Make one micro-batch of prompts with answers, or with their stand-ins."""
-    options = {"max_completion_length": max_completion_length, **common}
-    encoded = all_encoded(samples, encode_prompt, **options)
-    return collate_encoded(encoded, **common)
+    return collate_encoded(all_encoded(samples, encode_prompt, **common), **common)
 
 
-def collate_packed_answers(
-    rows: Sequence[Sequence[Item]], *, max_completion_length: int, **common: Any
-) -> MicroBatch:
+def collate_packed_answers(rows: Sequence[Sequence[Item]], **common: Any) -> MicroBatch:
     """Make one micro-batch of rows that hold several; as `collate_answers` otherwise."""
-    options = {"max_completion_length": max_completion_length, **common}
-    encoded = [all_encoded(row, encode_prompt, **options) for row in rows]
-    return collate_packed_sft(encoded, **common)
+    return collate_packed_sft([all_encoded(row, encode_prompt, **common) for row in rows], **common)

@@ -8,6 +8,7 @@ step, so the gradient is that of any other order.
 import copy
 import ctypes
 import inspect
+import itertools
 import os
 import signal
 import sys
@@ -20,10 +21,10 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 
 from stageline.contracts import broken, call, shown
 from stageline.data.batches.batch import IGNORE, MicroBatch
-from stageline.data.batches.collate_part import EncodedSample, as_collate_part
-from stageline.data.batches.sampler import expand, has_sampler, is_stream
+from stageline.data.batches.collate_part import as_collate_part
+from stageline.data.batches.sampler import expand
 from stageline.errors import DataError, UserError
-from stageline.seeds import HostState, derive_seed, host_state_kept, seed_host
+from stageline.seeds import derive_seed, host_state_kept, seed_host
 
 Item = tuple[Any, Any]  # images, sample
 Shares = Sequence[Sequence[int | None]]  # the rows of each replica; None only fills up
@@ -48,84 +49,37 @@ def make_dataset(part: Callable[..., Any], *, dataset_path: str | None, **given:
 def read_row(dataset: Any, row: int) -> Item:
     """Return the (images, sample) of a row."""
     item = dataset[row]
-    problem = _problem_of(item)
-    if problem is None:
+    came = _problem_of(item)
+    if came is None:
         return item[0], item[1]
     while isinstance(dataset, Subset):
         dataset, row = dataset.dataset, dataset.indices[row]
     raise broken(
         "dataset",
         dataset,
-        f"gave for row {row} {problem[0]}",
-        why="A row is a pair (images, sample)",
-        cure=problem[1],
+        f"gave for row {row} {came}",
+        why="A row is a pair of images and sample",
+        cure="return (None, sample), the sample a dict, or ([Image.open(path)], sample)",
         kind=DataError,
     )
 
 
-def _problem_of(item: object) -> tuple[str, str] | None:
-    """Return what is wrong with a row, and the cure."""
+def _problem_of(item: object) -> str | None:
+    """Return what is wrong with a row."""
     if not isinstance(item, tuple | list) or len(item) != 2:
-        cure = "return (None, sample) for a row of text, (images, sample) for one with images"
-        return shown(item), cure
+        return shown(item)
     images, sample = item
     if not isinstance(sample, Mapping):
-        if isinstance(images, Mapping):
-            return "the sample before the images", "return (images, sample), the dict second"
-        cure = "put the fields of the row into a dict, {'question': ..., 'answer': ...}"
-        return f"{shown(sample)} as its sample", cure
+        return f"{shown(sample)} as its sample"
     if images is None:
         return None
-    if hasattr(images, "convert"):
-        return f"one image ({type(images).__name__}) in the place of a list", "return [image]"
-    if isinstance(images, str | bytes | Mapping | torch.Tensor) or not hasattr(images, "__len__"):
-        cure = "return a list of PIL images, [Image.open(path)], or None"
-        return f"{shown(images)} as its images", cure
+    is_list = hasattr(images, "__len__") and not hasattr(images, "convert")
+    if not is_list or isinstance(images, str | bytes | Mapping | torch.Tensor):
+        return f"{shown(images)} as its images"
     for place, image in enumerate(images):
         if not (hasattr(image, "convert") and hasattr(image, "size")):
-            what = f"{shown(image)} as image {place} of its images"
-            return what, "return PIL images, Image.open(path)"
+            return f"{shown(image)} as image {place} of its images"
     return None
-
-
-class Rows:
-    """The rows of a dataset, as steps ask for them: encoded once, where the collate part encodes.
-
-    Random draws of a row (an augmentation) follow from seed, step and its place in the step only.
-    Rows of a dataset with a true `is_fixed` draw nothing, and are read without seeding.
-    """
-
-    def __init__(
-        self, dataset: Any, encode: Callable[..., EncodedSample] | None, *, seed: int
-    ) -> None:
-        self._dataset = dataset
-        self._encode = encode
-        self._seed = seed
-        # no position of a stream comes again, and what has a sampler may have a billion rows
-        self._forgets = is_stream(dataset) or has_sampler(dataset)
-        self._is_fixed = getattr(dataset, "is_fixed", False)
-        self._known: dict[int, int] = {}
-
-    def read(self, row: int, step: int, place: int) -> Any:
-        """Return a row, an encoded sample or (images, sample), by its place over all replicas."""
-        if not self._is_fixed:
-            self._seed_row(step, place)
-        item = self._dataset[row]
-        return item if self._encode is None else self._encode(*item)
-
-    def length(self, row: int, step: int, place: int) -> int:
-        """Return the length of another replica's row; computed once, unless the row draws."""
-        if row in self._known:
-            return self._known[row]
-        self._seed_row(step, place)
-        before = HostState()  # only here: copies of the generators take longer than a row
-        length = self.read(row, step, place).length
-        if before.is_current() and not self._forgets:
-            self._known[row] = length
-        return length
-
-    def _seed_row(self, step: int, place: int) -> None:
-        seed_host(derive_seed(self._seed, "row", step, place))
 
 
 def group_by_length(lengths: Sequence[int], num_groups: int) -> list[list[int]]:
@@ -255,14 +209,15 @@ def padding_argument(collate: Callable, multiple_of: int) -> dict[str, int]:
     """Return `pad_to_multiple_of` for a collate part; empty where rows are not rounded."""
     if multiple_of == 1:
         return {}
-    taken = inspect.signature(collate).parameters
-    takes_all = any(item.kind is item.VAR_KEYWORD for item in taken.values())
-    if "pad_to_multiple_of" not in taken and not takes_all:
+    given = {"pad_to_multiple_of": multiple_of}
+    try:
+        inspect.signature(collate).bind_partial(**given)
+    except TypeError as error:
         raise UserError(
             f"`pad_to_multiple_of` {multiple_of} needs a `collate_fn` that takes the argument. Add "
             "it and hand it to collate_sft or pad_rows, or leave the option out."
-        )
-    return {"pad_to_multiple_of": multiple_of}
+        ) from error
+    return given
 
 
 class StepMaker(Dataset):
@@ -295,7 +250,8 @@ class StepMaker(Dataset):
         self.seed = seed
         self.group_size = group_size
         self.facts = facts or (lambda batch: {})
-        self.rows = Rows(dataset, self.part.encode, seed=seed)
+        self.dataset = dataset
+        self.is_fixed = getattr(dataset, "is_fixed", False)  # its rows draw nothing
 
     def __getitem__(self, request: tuple[int, Shares]) -> list[MicroBatch] | Exception:
         try:
@@ -323,20 +279,21 @@ class StepMaker(Dataset):
             )
         return made
 
-    def _read(self, step: int, shares: Shares) -> list[Any]:
-        return [self.rows.read(row, step, place) for row, place in self._places(shares)]
+    def _read(self, step: int, shares: Shares, replica: int | None = None) -> list[Any]:
+        """Return the rows of a share, encoded where the collate part encodes; default: its own.
 
-    def _places(self, shares: Shares, replica: int | None = None) -> list[tuple[int, int]]:
-        """Return (row, its place in the step over all replicas) of a share; default: its own.
-
-        The dataset's first group, a whole one, fills up.
+        Random draws of a row (an augmentation) follow from seed, step and its place over all
+        replicas. The dataset's first group, a whole one, fills up.
         """
         replica = self.dp_rank if replica is None else replica
         first = sum(map(len, shares[:replica]))
-        return [
-            (index % self.group_size if row is None else row, first + index)
-            for index, row in enumerate(shares[replica])
-        ]
+        items = []
+        for index, row in enumerate(shares[replica]):
+            if not self.is_fixed:
+                seed_host(derive_seed(self.seed, "row", step, first + index))
+            item = self.dataset[index % self.group_size if row is None else row]
+            items.append(item if self.part.encode is None else self.part.encode(*item))
+        return items
 
     def _seed_micro_batch(self, step: int, place: int, *, of: int) -> None:
         """Seed the draws of the collate part; all replicas make `of` micro-batches."""
@@ -367,8 +324,8 @@ class PromptMaker(StepMaker):
 
     def make(self, step: int, shares: Shares) -> list[Any]:
         """Return (row of the dataset or None, place in the step, encoded sample) of each."""
-        places = [place for _, place in self._places(shares)]
-        return list(zip(shares[self.dp_rank], places, self._read(step, shares), strict=True))
+        places = itertools.count(sum(map(len, shares[: self.dp_rank])))
+        return list(zip(shares[self.dp_rank], places, self._read(step, shares), strict=False))
 
 
 class PackedStepMaker(StepMaker):
@@ -379,8 +336,8 @@ class PackedStepMaker(StepMaker):
     Args:
         capacity: tokens of a row.
         legal_counts: rounds a number of micro-batches up to one that the schedule can run.
-        agree: (step, number) -> the largest number of any replica. None: replicas cannot
-            communicate, so the rows of all of them are encoded here for their lengths.
+        agree: (step, number) -> the largest number of any replica. None: replicas do not
+            communicate, so the rows of all of them are encoded here.
     """
 
     def __init__(
@@ -407,15 +364,13 @@ class PackedStepMaker(StepMaker):
         assert self.part.pack is not None
         rows, items = shares[self.dp_rank], self._read(step, shares)
         own = [item.length for item in items]
-        most_rows = len(pack(own, self.capacity))  # becomes the most rows of any replica
+        most_rows = len(pack(own, self.capacity))
         if self.agree is not None:
             most_rows = self.agree(step, most_rows)
         else:
-            for replica in range(len(shares)):
-                if replica != self.dp_rank:
-                    places = self._places(shares, replica)
-                    lengths = [self.rows.length(row, step, place) for row, place in places]
-                    most_rows = max(most_rows, len(pack(lengths, self.capacity)))
+            for replica in set(range(len(shares))) - {self.dp_rank}:
+                lengths = [item.length for item in self._read(step, shares, replica)]
+                most_rows = max(most_rows, len(pack(lengths, self.capacity)))
         count = self.legal_counts(-(-most_rows // self.micro_batch_size))
         bins = pack_into(own, self.capacity, count * self.micro_batch_size)
         fill = [sum(own[index] for index in members) for members in bins]

@@ -139,15 +139,13 @@ def _needs_converter(data: dict[str, Any]) -> bool:
     messages = data.get("messages")
     if not isinstance(messages, list):
         return False
-    has_call = any(
-        message.get("tool_calls")
-        or message.get("function_call")
-        or message.get("role") in ("tool", "function")
-        for message in messages
-        if isinstance(message, dict)
+    told = [message for message in messages if isinstance(message, dict)]
+    return (
+        bool({"kto_tag", "tools", "videos"} & there)
+        or says_label(data.get("label"))
+        or any(one.get("tool_calls") or one.get("function_call") for one in told)
+        or any(one.get("role") in ("tool", "function") for one in told)
     )
-    has_label = "kto_tag" in there or says_label(data.get("label"))
-    return has_label or has_call or bool({"tools", "videos"} & there)
 
 
 def _has_text(sample: dict[str, Any]) -> bool:
@@ -272,16 +270,17 @@ class Groups(JsonLines):
             raise UserError(f"`dataset.num_negatives` is {num_negatives}. Give at least 1.")
         self._num_negatives = num_negatives
         self._first = ""  # the group that sets the number of negatives, if no option does
+        options: dict[str, Any] = {
+            "image_path": image_path,
+            "test_size": test_size,
+            "test_path": test_path,
+        }
         super().__init__(
-            dataset_path=dataset_path,
-            split=split,
-            fields=fields,
-            image_path=image_path,
-            test_size=test_size,
-            test_path=test_path,
-            group=group,
+            dataset_path=dataset_path, split=split, fields=fields, group=group, **options
         )
         # without the rest of groups of which a member was bad
+        assert self._num_negatives is not None, "known once the file is read"
+        self.group_size = 2 + self._num_negatives
         counts = collections.Counter(row.source for row in self.rows)
         self.rows = [row for row in self.rows if counts[row.source] == self.group_size]
         if not self.rows:
@@ -289,11 +288,6 @@ class Groups(JsonLines):
                 f"each of {len(counts)} groups has a bad member. Correct them:\n"
                 f"{current_bad_rows().listed(5)}"
             )
-
-    @property
-    def group_size(self) -> int:
-        assert self._num_negatives is not None, "known once the file is read"
-        return 2 + self._num_negatives
 
     def read(self, file: Path) -> list[Row]:
         """Return the groups of a file; the first good one sets the number of negatives."""
@@ -330,9 +324,7 @@ class Groups(JsonLines):
     def _check(self, row: Row) -> None:
         for name in _MEMBERS:
             value = row.data.get(name)
-            members = [value]
-            if name == "negatives":
-                members = value if isinstance(value, list) else []
+            members = [value] if name != "negatives" else value if isinstance(value, list) else []
             if not members or not all(isinstance(member, dict) for member in members):
                 form = "a list of objects" if name == "negatives" else "an object"
                 raise DataError(

@@ -57,7 +57,6 @@ _TYPE_OF_KEY: dict[str, type] = {
     "num_samples": int,
     "split": str,
 }
-_UNREAD = ("subset", "folder")  # LLaMA-Factory's own files have them as null
 
 
 @dataclass(frozen=True)
@@ -87,16 +86,13 @@ def chosen_sets(
     path = path / FILE_NAME if path.is_dir() else path
     try:
         text = path.read_text(encoding="utf-8")
-        entries = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        read = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
+        entries = {str(name): entry for name, entry in read.items()}
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise UserError(
             f"`dataset.info` {path} cannot be read ({error}). Give a file such as {FILE_NAME}, as "
-            "JSON or YAML."
+            'JSON or YAML: {"name of a set": {"file_name": ...}}.'
         ) from error
-    if not isinstance(entries, dict) or not entries:
-        wanted = '{"name of a set": {"file_name": ...}}'
-        raise UserError(f"`dataset.info` {path} is not an object with sets. Write {wanted}.")
-    entries = {str(name): entry for name, entry in entries.items()}
     known = ", ".join([*entries][:20]) + f" and {len(entries) - 20} more" * (len(entries) > 20)
     if not names:
         raise UserError(f"{option} is missing. Give some of the names of {path}: {known}.")
@@ -104,8 +100,8 @@ def chosen_sets(
         if name not in entries:
             near = near_names(name, entries)
             raise UserError(f"{option} {name}: {path} has no such set.{near} It has {known}.")
-        if list(names).count(name) > 1:
-            raise UserError(f"{option} names {name} more than once. Give num_samples instead.")
+    if len(set(names)) < len(names):
+        raise UserError(f"{option} {','.join(names)} has a name twice. Give num_samples instead.")
     return [_read_entry(name, entries[name], path) for name in names]
 
 
@@ -113,19 +109,17 @@ def _read_entry(name: str, entry: Any, path: Path) -> SetInfo:
     place = f"{path}: the set {name!r}"
     if not isinstance(entry, dict):
         raise UserError(f'{place} is {entry!r}. Write an object: {{"file_name": ...}}.')
-    for key, value in entry.items():
-        if key in _UNREAD and value is None:
-            continue
+    options = {key: value for key, value in entry.items() if value is not None}
+    for key, value in options.items():
         if key not in _TYPE_OF_KEY:
             raise UserError(
                 f"{place} has the key {key!r}, which is not known.{near_names(key, _TYPE_OF_KEY)} "
                 f"Known keys are {', '.join(_TYPE_OF_KEY)}; a set of the hub is written as "
                 f'"file_name": "{PREFIX}owner/name".'
             )
-        if value is not None and type(value) is not _TYPE_OF_KEY[key]:
-            kind = _TYPE_OF_KEY[key].__name__
-            raise UserError(f"{place} has {key} {value!r}. Give a value of type {kind}.")
-    options = {key: value for key, value in entry.items() if value is not None}
+        if type(value) is not _TYPE_OF_KEY[key] or (key == "num_samples" and value < 1):
+            kind = "number from 1" if key == "num_samples" else _TYPE_OF_KEY[key].__name__
+            raise UserError(f"{place} has {key} {value!r}. Give a {kind}, or leave it out.")
     file = options.pop("file_name", None)
     if file is None:
         raise UserError(
@@ -136,9 +130,6 @@ def _read_entry(name: str, entry: Any, path: Path) -> SetInfo:
         file = PREFIX + file.removeprefix(PREFIX)
     else:
         file = str(path.parent / Path(file).expanduser())  # an absolute path stays what it is
-    if options.get("num_samples", 1) < 1:
-        number = options["num_samples"]
-        raise UserError(f"{place} has num_samples {number}. Give at least 1, or leave it out.")
     return SetInfo(name, file, option=f"{path}: {name}: file_name", **options)
 
 
@@ -337,9 +328,9 @@ class StreamDataset:
         val_size: int | float | None,
         seed: int,
     ) -> None:
-        num_held = 0 if val_size is None else val_size
+        num_held = val_size or 0
         if buffer_size < 1:
-            raise UserError(f"`dataset.buffer_size` {buffer_size}: at least 1 row is needed.")
+            raise UserError(f"`dataset.buffer_size` is {buffer_size}. Give at least 1 row.")
         if not isinstance(num_held, int) or num_held < 0:
             raise UserError(
                 f"`dataset.val_size` {num_held} does not work with a stream, whose first rows are "
@@ -358,8 +349,19 @@ class StreamDataset:
         self._buffer_size, self._seed = buffer_size, seed
         self._names = ", ".join(maker.info.name for maker in makers)
         self._bad_rows = current_bad_rows()
-        self.held = self._first(num_held)  # rows for evaluation
-        self._held_sources = {row.source for _, row in self.held}
+        # rows for evaluation
+        held: dict[str, StreamRow] = {}  # where sets wrap around, a row comes twice
+        rows = self._mixed() if num_held else iter(())
+        with leaving_out(self._bad_rows):
+            while len(held) < num_held and (item := next(rows, None)) is not None:
+                held.setdefault(item[1].source, item)
+        if len(held) < num_held:
+            raise UserError(
+                f"`dataset.val_size` {num_held}: the stream of {self._names} has {len(held)} rows. "
+                "Choose a smaller number."
+            )
+        self.held = list(held.values())
+        self._held_sources = set(held)
         self._start()
 
     def __len__(self) -> int:
@@ -445,19 +447,6 @@ class StreamDataset:
             probabilities=self._probabilities,
             seed=derive_seed(self._seed, "mix") % 2**32,
         )
-
-    def _first(self, count: int) -> list[StreamRow]:
-        found: dict[str, StreamRow] = {}  # where sets wrap around, a row comes twice
-        rows = self._mixed() if count else iter(())
-        with leaving_out(self._bad_rows):
-            while len(found) < count and (item := next(rows, None)) is not None:
-                found.setdefault(item[1].source, item)
-        if len(found) < count:
-            raise UserError(
-                f"`dataset.val_size` {count}: the stream of {self._names} has {len(found)} rows. "
-                "Choose a smaller number."
-            )
-        return list(found.values())
 
     def _read(self, maker: RowMaker) -> Iterator[StreamRow]:
         """Yield the good rows of a set, in the order of its files."""
@@ -602,16 +591,11 @@ def read_sets(
             f"`dataset`.{given[0]} does not work with a register of sets. Write it into each "
             "entry there."
         )
-    if eval_names and eval_path:
-        raise UserError(
-            "`dataset.eval_names` does not work with `dataset.eval_path`. Leave one out."
-        )
+    kinds = {"eval_names": eval_names, "eval_path": eval_path, "val_size": val_size}
+    held = [f"`dataset.{name}`" for name, value in kinds.items() if value is not None]
+    if len(held) > 1:
+        raise UserError(f"{held[0]} does not work with {held[1]}. Leave one out.")
     has_eval = bool(eval_names or eval_path)
-    if has_eval and val_size is not None:
-        raise UserError(
-            "`dataset.val_size` does not work with sets to evaluate on (`dataset.eval_names`, "
-            "`eval_path`). Leave one out."
-        )
     if split == "test" and not has_eval and val_size is None:
         raise UserError(
             "there are no held-out rows. Give `dataset.val_size`, `dataset.eval_names` or "
@@ -639,11 +623,9 @@ def read_sets(
     if split == "test" and eval_path:
         return load([_set_of(eval_path, own, option="`dataset.eval_path`")], "concat")
     if split == "test" and eval_names:
-        if info is None and dataset_path is None:
-            raise UserError(
-                "`dataset.eval_names` requires `dataset.info`, its register. Add `dataset.info`."
-            )
-        infos = chosen_sets(info or str(dataset_path), eval_names, option="`dataset.eval_names`")
+        infos = chosen_sets(
+            info or dataset_path or FILE_NAME, eval_names, option="`dataset.eval_names`"
+        )
         return load(infos, "concat")
 
     # sets to train on, of which some rows may be held out
