@@ -56,7 +56,7 @@ class MicroBatchLoader:
             and last; `given` keeps the order in which rows were drawn.
         packing: tokens of a row that holds several samples; None for one sample a row.
         legal_counts, agree: for packing, see `PackedStepMaker`.
-        facts: micro-batch -> what goes into it besides, see `StageModel.host_facts`; left out where
+        facts: micro-batch -> what goes into it besides, see `StageModel.host_facts`; not where
             workers are not forked, which would get a copy of the model.
         maker: what makes a step of rows that are not packed.
 
@@ -104,13 +104,8 @@ class MicroBatchLoader:
             group_size=group_size,
             is_packed=packing is not None,
         )
-        drawn: dict[str, Any] = {
-            "step_samples": step_samples,
-            "dp_rank": dp_rank,
-            "dp_degree": dp_degree,
-            "seed": seed,
-            "shuffle": shuffle,
-        }
+        drawn: dict[str, Any] = {"step_samples": step_samples, "seed": seed, "shuffle": shuffle}
+        drawn |= {"dp_rank": dp_rank, "dp_degree": dp_degree}
         if has_sampler(dataset) and not eval:
             drawn |= {"batch_size": batch_size, "start_step": start_step, "position": position}
             self.sampler = dataset.make_sampler(**drawn)
@@ -214,9 +209,5 @@ def example_micro_batch(
         dataset, collate=collate, batch_size=num_rows, micro_batch_size=num_rows, seed=seed
     )
     examples = [step[0] for step in itertools.islice(loader, NUM_EXAMPLES)]
-
-    def cost(batch: MicroBatch) -> tuple[bool, int]:
-        has_pixels = any(name.startswith("pixel") for name in batch)
-        return has_pixels, batch["input_ids"].shape[1]
-
-    return max(examples, key=cost)
+    with_pixels = [one for one in examples if any(name.startswith("pixel") for name in one)]
+    return max(with_pixels or examples, key=lambda batch: batch["input_ids"].shape[1])

@@ -143,30 +143,32 @@ class CorpusRows(Dataset):
     ) -> str:
         """Refuse a corpus that does not go with the run, and describe it."""
         header, known = self.corpus.header, self.corpus.header.tokenizer
+        problem = ""
         if known is not None and known.fingerprint and self._fingerprint_of is not None:
             tokenizer = get_tokenizer(processor)
             if self._fingerprint_of(tokenizer) != known.fingerprint:
                 name = Path(str(getattr(tokenizer, "name_or_path", "") or "?")).name
-                raise UserError(
-                    f"{self.source} was made with the tokenizer {known.name}, and the one of the "
-                    f"run is another ({name}). Use the corpus's (`processor_path`), or give "
+                problem = (
+                    f"was made with the tokenizer {known.name}, and the one of the run is another "
+                    f"({name}). Use the corpus's (`processor_path`), or give "
                     "`dataset.any_tokenizer` true if both give the same ids."
                 )
         if vocab_size is not None and known is not None and known.vocab_size > vocab_size:
-            raise UserError(
-                f"{self.source} has ids up to {known.vocab_size - 1} (tokenizer {known.name}), the "
-                f"model's embedding has {vocab_size} rows. Build the corpus with the tokenizer of "
-                "the model, or use a larger vocab_size."
+            problem = problem or (
+                f"has ids up to {known.vocab_size - 1} (tokenizer {known.name}), the model's "
+                f"embedding has {vocab_size} rows. Build it with the tokenizer of the model."
             )
         is_packed = self.packed is not None
         if self.row_length > max_token_num and (overlong == "error" or is_packed):
-            cure = "build it with a smaller `seq_length`, or let `collate_fn.overlong` cut them"
+            cure = "build the corpus with a smaller `seq_length`, or use `collate_fn.overlong` cut"
             if is_packed:
                 cure = "pack the corpus into shorter rows (`dataset.row_length`)"
-            raise UserError(
-                f"{self.source} has rows of up to {self.row_length} tokens, `max_token_num` is "
-                f"{max_token_num}. Raise `max_token_num` to {self.row_length}, or {cure}."
+            problem = problem or (
+                f"has rows of up to {self.row_length} tokens, `max_token_num` is {max_token_num}. "
+                f"Raise `max_token_num` to {self.row_length}, or {cure}."
             )
+        if problem:
+            raise UserError(f"{self.source} {problem}")
         kind = "packed rows" if is_packed else "segments"
         types = ", ".join(
             f"{item.name}: {size}" for item, size in zip(header.types, self.sizes, strict=True)

@@ -148,16 +148,10 @@ def group_size_of(dataset: Any) -> int:
     if isinstance(dataset, Subset):  # made of whole groups, by `whole_groups` and `some_rows`
         return group_size_of(dataset.dataset)
     size = getattr(dataset, "group_size", 1)
-    name = type(dataset).__name__
-    if not isinstance(size, int) or size < 1:
+    if not isinstance(size, int) or size < 1 or len(dataset) % size:
         raise UserError(
-            f"the dataset {name} has group_size {size!r}. Give the number of consecutive rows that "
-            "are a group, at least 1."
-        )
-    if len(dataset) % size:
-        raise UserError(
-            f"the dataset {name} has {len(dataset)} rows in groups of {size}, so the last group is "
-            "not whole. Correct the dataset part."
+            f"the dataset {type(dataset).__name__} has {len(dataset)} rows and group_size {size!r}, "
+            "the number of consecutive rows that are a group. Correct the dataset part."
         )
     return size
 
@@ -173,22 +167,11 @@ def check_batch_sizes(
             f"`packing` does not work with a dataset of groups of {group_size} samples, which stay "
             "together in a micro-batch. Leave `packing` out."
         )
-    if batch_size % group_size == 0 and micro_batch_size % group_size == 0:
-        return
-
-    def near(number: int, divisor: int) -> list[int]:
-        """Return the multiples below and above a number; itself where it is one."""
-        return sorted({number // divisor * divisor, -(-number // divisor) * divisor} - {0})
-
-    legal = [
-        f"`micro_batch_size` {micro} with `batch_size` "
-        f"{' or '.join(map(str, near(batch_size, micro)))}"
-        for micro in near(micro_batch_size, group_size)
-    ]
-    raise UserError(
-        f"`batch_size` {batch_size} and `micro_batch_size` {micro_batch_size} do not both hold "
-        f"whole groups of {group_size} samples. Set {', or '.join(legal)}."
-    )
+    if batch_size % group_size or micro_batch_size % group_size:
+        raise UserError(
+            f"`batch_size` {batch_size} and `micro_batch_size` {micro_batch_size} do not both hold "
+            f"whole groups of {group_size} samples. Set both to multiples of {group_size}."
+        )
 
 
 def whole_groups(rows: Iterable[int], group_size: int) -> list[int]:

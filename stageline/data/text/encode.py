@@ -9,7 +9,6 @@ Where the bytes of tokens are the bytes of the text, they show which characters 
 offsets would take a quarter of a tokenizer's time.
 """
 
-import bisect
 import functools
 import itertools
 import os
@@ -37,7 +36,7 @@ _IS_TEXT = (_ALL & (_USER | _FIXED) == _USER).tobytes()
 _IS_CUTTABLE = (_ALL & (_USER | _FIXED | _TARGET) == _USER).tobytes()
 _ZERO = numpy.zeros(1, dtype=numpy.int64)
 Offsets = Sequence[tuple[int, int]]
-Kinds = bytes | bytearray  # each byte is a token: the bits of the pieces that it touches
+Kinds = bytes  # each byte is a token: the bits of the pieces that it touches
 
 
 @functools.cache
@@ -65,11 +64,8 @@ def structural_tokens(processor: Any) -> set[str]:
     template = getattr(processor, "chat_template", None) or tokenizer.chat_template
     if not added or not isinstance(template, str):
         return set()
-    for is_list in (False, True):
-        messages = [
-            {"role": role, "content": [{"type": "text", "text": "q"}] if is_list else "q"}
-            for role in ("user", "assistant", "user")
-        ]
+    for content in ("q", [{"type": "text", "text": "q"}]):
+        messages = [{"role": role, "content": content} for role in ("user", "assistant", "user")]
         try:
             written = tokenizer.apply_chat_template(
                 messages, chat_template=template, tokenize=False
@@ -265,13 +261,22 @@ class TextEncoder:
         unk_id, unk_text = self.tokenizer.unk_token_id, self.tokenizer.unk_token
         if any(
             # an unknown word is plain text; the string "<unk>" is not
-            token_id != unk_id or unk_text in rendered.text[starts[place] : ends[place]]
-            for place, token_id in enumerate(ids)
-            if token_id in self.reserved_ids and kinds[place] & _USER
+            ids[place] != unk_id or unk_text in rendered.text[starts[place] : ends[place]]
+            for place in self._reserved_in_data(ids, kinds)
         ):
             ids, starts, ends = _with_gaps(*self._tokenize_by_runs(spans))
             kinds = token_kinds(spans, starts, ends)
         return ids, kinds
+
+    def _reserved_in_data(self, ids: list[int], kinds: Kinds) -> list[int]:
+        """Return the places of reserved tokens that touch text from the data."""
+        if self.reserved_ids.isdisjoint(ids):
+            return []
+        return [
+            place
+            for place, token_id in enumerate(ids)
+            if token_id in self.reserved_ids and kinds[place] & _USER
+        ]
 
     def _by_bytes(self, rendered: Rendered) -> tuple[list[int], Kinds] | None:
         """Return ids and kinds without offsets, from the bytes of each token.
@@ -281,33 +286,18 @@ class TextEncoder:
         """
         if self._bytes is None or not self._is_as_loaded() or not rendered.pieces:
             return None
-        text = rendered.text
         # only the call for many texts can do without offsets
-        found = self.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        ids = found[0].ids
-        tokens = list(map(self._bytes.__getitem__, ids))
-        if b"".join(tokens) != text.encode():
+        backend = self.tokenizer.backend_tokenizer
+        ids = backend.encode_batch_fast([rendered.text], add_special_tokens=False)[0].ids
+        tokens = [self._bytes[token_id] for token_id in ids]
+        if b"".join(tokens) != rendered.text.encode():
             return None
-        ends = list(itertools.accumulate(map(len, tokens)))
-        kinds = bytearray()
-        end = crossing = 0  # kinds of the pieces in which the next token begins
-        for piece in rendered.pieces:
-            if not piece.text:
-                continue
-            end += len(piece.text.encode())
-            first = len(kinds)
-            last = bisect.bisect_right(ends, end, lo=first)
-            is_cut = end > (ends[last - 1] if last else 0)
-            if piece.is_user and not self.reserved_ids.isdisjoint(ids[first : last + is_cut]):
-                return None
-            kind = _kind(piece)
-            if last > first:
-                kinds.append(kind | crossing)
-                kinds += bytes((kind,)) * (last - first - 1)
-                crossing = 0
-            if is_cut:
-                crossing |= kind
-        return ids, kinds
+        ends = numpy.cumsum([len(token) for token in tokens], dtype=numpy.int64)
+        lengths = [len(piece.text.encode()) for piece in rendered.pieces]
+        borders = itertools.pairwise(itertools.accumulate(lengths, initial=0))
+        spans = [(*border, piece) for border, piece in zip(borders, rendered.pieces, strict=True)]
+        kinds = token_kinds(spans, numpy.concatenate((_ZERO, ends[:-1])), ends)
+        return None if self._reserved_in_data(ids, kinds) else (ids, kinds)
 
     def _is_as_loaded(self) -> bool:
         """Tell whether no call has left a padding, a truncation or other special tokens."""
