@@ -42,7 +42,7 @@ from stageline.data.batches.sampler import (
     whole_groups,
 )
 from stageline.data.batches.step_maker import make_dataset, padding_argument
-from stageline.data.images.image_settings import ImageSettings, using_images
+from stageline.data.images.image_files import ImageSettings
 from stageline.data.images.tiling import Tiling, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.text.processor import get_pad_token_id, get_tokenizer, load_processor
@@ -134,7 +134,7 @@ class Data:
         make = functools.partial(make_dataset, part, dataset_path=run.dataset_path)
         self.bad_rows = BadRows(run.skip_bad_rows)
         self.vocab_size: int | None = None
-        with leaving_out(self.bad_rows), using_images(images):
+        with leaving_out(self.bad_rows):
             self.train = make(split="train")
             self.test = make(split="test") if run.eval_samples else None
         if self.test is not None and run.eval_samples != "all":

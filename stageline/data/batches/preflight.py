@@ -22,7 +22,7 @@ from stageline.data.batches.collate import encode_sft
 from stageline.data.batches.collate_part import CollatePart, EncodedSample, as_collate_part
 from stageline.data.batches.sampler import is_stream
 from stageline.data.batches.step_maker import read_row
-from stageline.data.images.image_settings import ImageSettings
+from stageline.data.images.image_files import ImageSettings
 from stageline.data.images.images import ImageExpander, check_image
 from stageline.data.rows.bad_rows import BadRows
 from stageline.data.text.limit import DROPPING, Overlong

@@ -17,13 +17,14 @@ import torch
 from PIL import Image, ImageFile, ImageOps
 
 from stageline.data.images.image_files import (
+    MAX_PIXELS,
+    ImageSettings,
     bad_image,
     check_shape,
     file_of,
     has_orientation,
     is_turned,
 )
-from stageline.data.images.image_settings import MAX_PIXELS, ImageSettings
 from stageline.data.text.processor import get_image_processor, get_image_token, get_tokenizer
 from stageline.data.text.rendered import Rendered
 from stageline.errors import DataError, UserError
@@ -288,22 +289,23 @@ def expand_images(
 ) -> Rendered:
     """Write out the tokens of all images of one sample."""
     sizes = [image_size(image) for image in images or ()]
-    if not sizes and not rendered.num_images:
-        return rendered
     expander = ImageExpander.of(processor)
-    most = expander.settings.max_images if expander is not None else None
-    if most is not None and len(sizes) > most:
-        raise DataError(
-            f"{name}: it has {len(sizes)} images; at most {most} are allowed. Take some out, "
-            "or raise `images.max_count`."
-        )
+    if expander is not None:
+        for image in images or ():
+            check_shape(image, name=name, max_pixels=expander.settings.max_pixels)
+        most = expander.settings.max_images
+        if most is not None and len(sizes) > most:
+            raise DataError(
+                f"{name}: it has {len(sizes)} images; at most {most} are allowed. Take some out, "
+                "or raise `images.max_count`."
+            )
     if rendered.num_images != len(sizes):
         raise DataError(
             f"{name}: its text has {rendered.num_images} places for its {len(sizes)} images. "
             "Write one [IMAGE], which takes all images of a sample, or one for each into the "
             "`prompt`."
         )
-    if expander is None:
+    if expander is None or not sizes:
         return rendered
     token = expander.image_token
     for piece in rendered:

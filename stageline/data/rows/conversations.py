@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,8 @@ TAGS = {
     "system_tag": ("system", "system"),
 }
 _CALL = "function call"
-_PART_TYPES = ("text", "image", "image_url", "video", "video_url")
+IMAGE_TYPES = ("image", "image_url")
+_MEDIA = (*IMAGE_TYPES, "video", "video_url")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _MESSAGE_FIELDS = (
     *("role", "content", "name", "tool_calls", "function_call", "tool_call_id"),
@@ -72,13 +73,9 @@ def make_tags(formatting: str, own: Mapping[str, str] | None = None) -> Tags:
     is_openai = formatting == "openai"
     words = {tag: both[is_openai] for tag, both in TAGS.items()} | dict(own or {})
     roles = {"developer": "system", "function": "tool"} if is_openai else {}
-    roles |= {
-        words["user_tag"]: "user",
-        words["assistant_tag"]: "assistant",
-        words["observation_tag"]: "tool",
-        words["function_tag"]: _CALL,
-        words["system_tag"]: "system",
-    }
+    kinds = {"user": "user", "assistant": "assistant", "observation": "tool", "system": "system"}
+    roles |= {words[f"{kind}_tag"]: role for kind, role in kinds.items()}
+    roles[words["function_tag"]] = _CALL
     return Tags(words["role_tag"], words["content_tag"], roles)
 
 
@@ -153,13 +150,7 @@ def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
             read["reasoning_content"] = thoughts[0]
     content = "" if content is None and "tool_calls" in read else content
     if isinstance(content, list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            is_text = kind == "text" and isinstance(part.get("text"), str)
-            if not is_text and kind not in _PART_TYPES[1:]:
-                wanted = f'{{"type": "text", "text": ...}} or one of {", ".join(_PART_TYPES[1:])}'
-                raise bad_row(f"{place} has the part {shown(part)}", wanted)
-        content = [dict(part) for part in content]
+        content = [dict(part) for part in read_parts(content, place, _MEDIA)]
     elif not isinstance(content, str):
         raise bad_row(f"the content of {place} {state_of(content)}", "text, or a list of parts")
     read["content"] = content
@@ -167,6 +158,16 @@ def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
         if isinstance(message.get(name), str):
             read[name] = message[name]
     return read
+
+
+def read_parts(parts: list[Any], place: str, media: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the parts of a message; refuse those that are neither text nor of these types."""
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in media and not (kind == "text" and isinstance(part.get("text"), str)):
+            wanted = f'{{"type": "text", "text": ...}} or one of {", ".join(media)}'
+            raise bad_row(f"{place} has the part {shown(part)}", wanted)
+    return parts
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from stageline.data.batches.collate_part import ROLES
 from stageline.data.rows.bad_rows import current_bad_rows
-from stageline.data.rows.conversations import names_text, state_of
+from stageline.data.rows.conversations import IMAGE_TYPES, names_text, state_of
 from stageline.data.rows.converters import file_of_part, make_converter, says_label
 from stageline.data.rows.read_rows import Row, read_rows
 from stageline.data.rows.readers import (
@@ -22,7 +22,6 @@ from stageline.data.rows.readers import (
 )
 from stageline.errors import DataError, UserError
 
-_IMAGE_TYPES = ("image", "image_url")
 _PROMPT_NAMES = ("question", "prompt", "instruction")
 _MEMBERS = ("anchor", "positive", "negatives")  # members of a group
 # columns that a sample made by a converter has in its own form, or not at all
@@ -162,7 +161,7 @@ def image_names(source: str, sample: dict[str, Any]) -> list[str] | None:
     names = sample.get("images", sample.get("image"))
     names = [names] if isinstance(names, str) else names
     if names is None:
-        files = [file_of_part(part) for part in parts if part.get("type") in _IMAGE_TYPES]
+        files = [file_of_part(part) for part in parts if part.get("type") in IMAGE_TYPES]
         names = [name for name in files if name]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DataError(
@@ -216,10 +215,10 @@ class PromptRows(RowsDataset):
     def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
         sample = {"question": row.data} if isinstance(row.data, str) else dict(row.data)
         name = next((name for name in _PROMPT_NAMES if isinstance(sample.get(name), str)), None)
-        if sample.get("messages") is not None:
-            told = sample["messages"] if isinstance(sample["messages"], list) else []
-            asked = [m for m in told if isinstance(m, dict) and m.get("role") == "user"]
-            text = asked[-1].get("content") if asked else ""
+        if isinstance(sample.get("messages"), list):
+            told = [one for one in sample["messages"] if isinstance(one, dict)]
+            asked = [one.get("content") for one in told if one.get("role") == "user"]
+            text = asked[-1] if asked else ""
             sample.setdefault("question", text if isinstance(text, str) else json.dumps(text))
         elif name is None:
             raise DataError(

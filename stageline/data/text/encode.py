@@ -28,15 +28,8 @@ from stageline.data.text.tokenizers import PlainTokenizer
 from stageline.errors import DataError, UserError
 
 _USER, _FIXED, _TARGET, _MARKED, _ANSWER, _IMAGE = (1 << place for place in range(6))
-_ALL = numpy.arange(256, dtype=numpy.uint8)  # tables of all kinds: whether they say so
-_HAS_TARGET, _HAS_MARK, _HAS_ANSWER, _HAS_IMAGE = (
-    (_ALL & bit != 0).tobytes() for bit in (_TARGET, _MARKED, _ANSWER, _IMAGE)
-)
-_IS_TEXT = (_ALL & (_USER | _FIXED) == _USER).tobytes()
-_IS_CUTTABLE = (_ALL & (_USER | _FIXED | _TARGET) == _USER).tobytes()
-_ZERO = numpy.zeros(1, dtype=numpy.int64)
 Offsets = Sequence[tuple[int, int]]
-Kinds = bytes  # each byte is a token: the bits of the pieces that it touches
+Kinds = numpy.ndarray  # of each token: the bits of the pieces that it touches
 
 
 @functools.cache
@@ -98,7 +91,7 @@ def token_kinds(
         for kind in kinds[first[place] + 1 : last[place] + 1]:
             touched[place] |= kind
     touched[ends <= starts] = 0
-    return touched.tobytes()
+    return touched
 
 
 def _kind(piece: Piece) -> int:
@@ -109,11 +102,6 @@ def _kind(piece: Piece) -> int:
         | (_ANSWER if piece.is_answer else 0)
         | (_IMAGE if piece.is_image else 0)
     )
-
-
-def _marks(kinds: Kinds, table: bytes) -> list[bool]:
-    """Look the kinds of each token up in a table."""
-    return numpy.frombuffer(kinds.translate(table), dtype=numpy.bool_).tolist()
 
 
 @dataclass(frozen=True)
@@ -135,12 +123,12 @@ class Encoded:
         has_images = any(piece.is_image for piece in rendered.pieces)
         return cls(
             ids,
-            is_target=_marks(kinds, _HAS_TARGET),
-            is_cuttable=_marks(kinds, _IS_CUTTABLE),
-            is_marked=_marks(kinds, _HAS_MARK),
-            is_text=_marks(kinds, _IS_TEXT),
-            is_answer=_marks(kinds, _HAS_ANSWER) if has_answers else [],
-            is_image=_marks(kinds, _HAS_IMAGE) if has_images else [],
+            is_target=(kinds & _TARGET != 0).tolist(),
+            is_cuttable=(kinds & (_USER | _FIXED | _TARGET) == _USER).tolist(),
+            is_marked=(kinds & _MARKED != 0).tolist(),
+            is_text=(kinds & (_USER | _FIXED) == _USER).tolist(),
+            is_answer=(kinds & _ANSWER != 0).tolist() if has_answers else [],
+            is_image=(kinds & _IMAGE != 0).tolist() if has_images else [],
         )
 
     def __len__(self) -> int:
@@ -292,11 +280,12 @@ class TextEncoder:
         tokens = [self._bytes[token_id] for token_id in ids]
         if b"".join(tokens) != rendered.text.encode():
             return None
-        ends = numpy.cumsum([len(token) for token in tokens], dtype=numpy.int64)
+        widths = numpy.array([len(token) for token in tokens], dtype=numpy.int64)
+        ends = widths.cumsum()
         lengths = [len(piece.text.encode()) for piece in rendered.pieces]
         borders = itertools.pairwise(itertools.accumulate(lengths, initial=0))
         spans = [(*border, piece) for border, piece in zip(borders, rendered.pieces, strict=True)]
-        kinds = token_kinds(spans, numpy.concatenate((_ZERO, ends[:-1])), ends)
+        kinds = token_kinds(spans, ends - widths, ends)
         return None if self._reserved_in_data(ids, kinds) else (ids, kinds)
 
     def _is_as_loaded(self) -> bool:
@@ -393,7 +382,7 @@ def _with_gaps(ids: list[int], offsets: Offsets) -> tuple[list[int], numpy.ndarr
     spans = numpy.array(offsets, dtype=numpy.int64).reshape(len(offsets), 2)
     starts, ends = spans[:, 0], spans[:, 1]
     reached = numpy.maximum.accumulate(ends)
-    before = numpy.concatenate((_ZERO, reached[:-1])) if len(ids) else reached
+    before = numpy.concatenate(([0], reached[:-1])) if len(ids) else reached
     return ids, numpy.minimum(starts, before), numpy.maximum(starts, ends)
 
 

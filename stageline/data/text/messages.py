@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stageline.data.rows.conversations import (
+    IMAGE_TYPES,
     WEIGHTS,
     bad_row,
     is_learnt,
     read_call,
     read_json,
+    read_parts,
     shown,
     with_row_weights,
 )
@@ -51,7 +53,6 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 AS_TEXT = "it knows no tools, so they are written into the system message, and calls as text"
 _OF_ANSWERS = ("tool_calls", "reasoning_content")
-_IMAGE_TYPES = ("image", "image_url")
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,8 @@ class Conversation(Rendered):
     ) -> "Conversation":
         """Return the conversation of some turns, with their pieces."""
         pieces = tuple(piece for turn in turns for piece in turn.pieces)
-        return cls(
-            pieces,
-            is_chat=True,
-            for_generation=for_generation,
-            turns=tuple(turns),
-            tools=tuple(tools),
-        )
+        given = {"is_chat": True, "for_generation": for_generation}
+        return cls(pieces, turns=tuple(turns), tools=tuple(tools), **given)
 
 
 def turns_of(
@@ -216,16 +212,12 @@ def _turn(place: str, message: Any) -> Turn:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise bad_row(f"{place} has the content {shown(content)}", "text, or a list of parts")
-    pieces = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in _IMAGE_TYPES:
-            pieces.append(Piece("", is_image=True))
-        elif kind == "text" and isinstance(part.get("text"), str):
-            pieces.append(Piece(part["text"], is_user=True, is_target=is_target))
-        else:
-            wanted = 'an image or {"type": "text", "text": ...}'
-            raise bad_row(f"{place} has the part {shown(part)}", wanted)
+    pieces = [
+        Piece(part["text"], is_user=True, is_target=is_target)
+        if part["type"] == "text"
+        else Piece("", is_image=True)
+        for part in read_parts(parts, place, IMAGE_TYPES)
+    ]
     return Turn(
         role,
         tuple(pieces),
