@@ -73,9 +73,9 @@ def make_tags(formatting: str, own: Mapping[str, str] | None = None) -> Tags:
     is_openai = formatting == "openai"
     words = {tag: both[is_openai] for tag, both in TAGS.items()} | dict(own or {})
     roles = {"developer": "system", "function": "tool"} if is_openai else {}
-    kinds = {"user": "user", "assistant": "assistant", "observation": "tool", "system": "system"}
+    kinds = {"user": "user", "assistant": "assistant", "observation": "tool", "function": _CALL}
+    kinds["system"] = "system"
     roles |= {words[f"{kind}_tag"]: role for kind, role in kinds.items()}
-    roles[words["function_tag"]] = _CALL
     return Tags(words["role_tag"], words["content_tag"], roles)
 
 
