@@ -150,8 +150,8 @@ def group_size_of(dataset: Any) -> int:
     size = getattr(dataset, "group_size", 1)
     if not isinstance(size, int) or size < 1 or len(dataset) % size:
         raise UserError(
-            f"the dataset {type(dataset).__name__} has {len(dataset)} rows and group_size {size!r}, "
-            "the number of consecutive rows that are a group. Correct the dataset part."
+            f"the dataset {type(dataset).__name__} has {len(dataset)} rows and group_size "
+            f"{size!r}, the number of rows that are a group. Correct the dataset part."
         )
     return size
 

@@ -167,50 +167,44 @@ class _Writer:
         message: Message = {"role": turn.role, "content": self._content(number, turn)}
         for name, value in (("name", turn.name), ("tool_call_id", turn.tool_call_id)):
             if value:
-                is_risky = self.template.is_risky(value)
-                message[name] = self._put(number, "other", value) if is_risky else value
-        if turn.reasoning.strip():
-            message["reasoning_content"] = self._put(number, "reasoning", turn.reasoning)
-        elif turn.reasoning:
-            message["reasoning_content"] = turn.reasoning
+                message[name] = self._tree(number, "other", value, only_risky=True)
+        if turn.reasoning:
+            message["reasoning_content"] = self._tree(number, "reasoning", turn.reasoning)
         if turn.tool_calls:
             message["tool_calls"] = [self._call(number, call) for call in turn.tool_calls]
         return message
 
     def _content(self, number: int, turn: Turn) -> str | list[dict[str, str]]:
+        is_answer = turn.is_target and not turn.tool_calls and not turn.reasoning
+        is_whole = is_answer and len(turn.pieces) == 1
         parts: list[dict[str, str]] = []
-        for text, is_image in self._parts(number, turn):
-            if is_image and self.form == "list":
+        for piece in turn.pieces:
+            text = piece.text
+            if piece.is_image and self.form == "list":
                 parts.append({"type": "image"})
-            elif parts and parts[-1]["type"] == "text":
+                continue
+            if piece.is_image:
+                text = self._put(number, "content", text, is_image=True)
+            elif piece.is_user and (text.strip() or is_whole):
+                text = "".join(
+                    part
+                    if is_tag
+                    else self._put(number, "content", part, is_answer=piece.is_answer)
+                    for part, is_tag in self.template.cut_at_tags(text)
+                )
+            if parts and parts[-1]["type"] == "text":
                 parts[-1]["text"] += text
             else:
                 parts.append({"type": "text", "text": text})
         return parts if self.form == "list" else "".join(part["text"] for part in parts)
 
-    def _parts(self, number: int, turn: Turn) -> Iterator[tuple[str, bool]]:
-        is_answer = turn.is_target and not turn.tool_calls and not turn.reasoning
-        for piece in turn.pieces:
-            if piece.is_image:
-                is_own = self.form == "text"
-                text = self._put(number, "content", piece.text, is_image=True) if is_own else ""
-                yield text, True
-            elif not piece.is_user or not (
-                piece.text.strip() or (is_answer and len(turn.pieces) == 1)
-            ):
-                yield piece.text, False
-            else:
-                given = {"is_answer": piece.is_answer}
-                for text, is_tag in self.template.cut_at_tags(piece.text):
-                    yield text if is_tag else self._put(number, "content", text, **given), False
-
     def _call(self, number: int, call: Tool) -> Tool:
-        function = call["function"]
-        name = self._put(number, "call", function["name"])
-        arguments = self._tree(number, "call", function["arguments"])
-        made = {**call, "function": {**function, "name": name, "arguments": arguments}}
-        if "id" in call and self.template.is_risky(call["id"]):
-            made["id"] = self._put(number, "call", call["id"])
+        function = {
+            name: self._tree(number, "call", value) for name, value in call["function"].items()
+        }
+        made = {**call, "function": function}
+        if "id" in call:
+            made["id"] = self._tree(number, "call", call["id"], only_risky=True)
         return made
 
     def _tree(self, number: int, part: Part, value: Any, *, only_risky: bool = False) -> Any:
@@ -219,12 +213,9 @@ class _Writer:
             is_put = self.template.is_risky(value) if only_risky else bool(value.strip())
             return self._put(number, part, value) if is_put else value
         if isinstance(value, dict):
-            return {
-                self._tree(number, part, key, only_risky=True): self._tree(
-                    number, part, item, only_risky=only_risky
-                )
-                for key, item in value.items()
-            }
+            keys = [self._tree(number, part, key, only_risky=True) for key in value]
+            items = self._tree(number, part, [*value.values()], only_risky=only_risky)
+            return dict(zip(keys, items, strict=True))
         if isinstance(value, list | tuple):
             return [self._tree(number, part, item, only_risky=only_risky) for item in value]
         return value
