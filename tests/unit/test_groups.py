@@ -167,7 +167,7 @@ def test_a_dataset_whose_last_group_is_cut():
         def __len__(self):
             return 7
 
-    with pytest.raises(UserError, match="7 rows in groups of 3"):
+    with pytest.raises(UserError, match="7 rows and group_size 3"):
         group_size_of(Cut(3))
     assert group_size_of([1, 2]) == 1
     assert group_size_of(Subset(Numbers(4), [0, 1, 2])) == SIZE

@@ -310,7 +310,22 @@ def held_out(order: numpy.ndarray, val_size: int | float, *, seed: int) -> numpy
 # -- datasets --------------------------------------------------------------------------------------
 
 
-class StreamDataset:
+class _MadeRows:
+    """A dataset of rows that makers convert when they are asked for."""
+
+    def row(self, index: int) -> StreamRow:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> tuple[list[Any] | None, dict[str, Any]]:
+        maker, row = self.row(index)
+        return maker.make(row)
+
+    def describe(self, index: int) -> str:
+        """Return file and line of a row."""
+        return self.row(index)[1].source
+
+
+class StreamDataset(_MadeRows):
     """The rows of some sets by their position in an endless stream.
 
     Reading on is cheap; going back further than the rows that are kept starts from the beginning.
@@ -367,14 +382,6 @@ class StreamDataset:
     def __len__(self) -> int:
         return NO_END
 
-    def __getitem__(self, position: int) -> tuple[list[Any] | None, dict[str, Any]]:
-        maker, row = self._row(position)
-        return maker.make(row)
-
-    def describe(self, position: int) -> str:
-        """Return file and line of a row."""
-        return self._row(position)[1].source
-
     def fingerprint(self) -> str:
         """Return what tells whether another stream has the same rows, by both ends of its files."""
         facts: list[Any] = [*self._facts]
@@ -389,9 +396,8 @@ class StreamDataset:
                 facts.append((path.name, size, digest.hexdigest()))
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
-    def _row(self, position: int) -> StreamRow:
-        if position < 0:
-            raise IndexError(position)
+    def row(self, position: int) -> StreamRow:
+        """Return the row at a position."""
         kept = self._kept
         # a forked worker shares the place in an open file with its siblings
         if self._process != os.getpid() or (kept and position < self._next - len(kept)):
@@ -459,7 +465,7 @@ class StreamDataset:
                     number += 1
 
 
-class FirstRows:
+class FirstRows(_MadeRows):
     """The held-out rows of a stream, which are few and kept in memory."""
 
     def __init__(self, stream: StreamDataset) -> None:
@@ -469,16 +475,11 @@ class FirstRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> tuple[list[Any] | None, dict[str, Any]]:
-        maker, row = self._rows[index]
-        return maker.make(row)
-
-    def describe(self, index: int) -> str:
-        """Return file and line of a row."""
-        return self._rows[index][1].source
+    def row(self, index: int) -> StreamRow:
+        return self._rows[index]
 
 
-class SetsDataset:
+class SetsDataset(_MadeRows):
     """Some rows of several sets, in a given order of rows that are numbered over the sets."""
 
     def __init__(self, sets: Sequence[OneSet], order: numpy.ndarray) -> None:
@@ -489,14 +490,12 @@ class SetsDataset:
     def __len__(self) -> int:
         return len(self.order)
 
-    def __getitem__(self, index: int) -> tuple[list[Any] | None, dict[str, Any]]:
-        one, row = self._place(index)
-        return one[row]
-
-    def describe(self, index: int) -> str:
-        """Return file and line of a row."""
-        one, row = self._place(index)
-        return one.describe(row)
+    def row(self, index: int) -> StreamRow:
+        """Return the set of a row, and the row."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        one, place = part_of(self._starts, int(self.order[index]))
+        return self.sets[one], self.sets[one].rows[place]
 
     def fingerprint(self) -> str:
         """Return what tells whether another dataset has the same rows, wherever its files are."""
@@ -515,12 +514,6 @@ class SetsDataset:
             return SetsDataset(self.sets, self.order[~numpy.isin(rows, held)])
         first = numpy.unique(rows, return_index=True)[1]
         return SetsDataset(self.sets, self.order[first[numpy.isin(rows[first], held)]])
-
-    def _place(self, index: int) -> tuple[OneSet, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        one, row = part_of(self._starts, int(self.order[index]))
-        return self.sets[one], row
 
 
 def read_sets(
