@@ -23,7 +23,7 @@ PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair kee
 TextOverlong = Literal["error", "cut", "drop"]
 Overlong = ChatOverlong | TextOverlong
 DROPPING = ("drop", "share")  # choices that may leave nothing of a sample
-_has_warned: set[str] = set()
+_has_warned: set[tuple[str, bool]] = set()
 
 
 def share_budget(num_source: int, num_target: int, budget: int) -> tuple[int, int]:
@@ -170,33 +170,21 @@ def limit_length(
         gone = set(cuttable[:surplus])
         kept = [place for place in range(len(encoded)) if place not in gone]
         what = f": the first {surplus} tokens of its prompt's {len(cuttable)} from the data are cut"
-    if kept is not None:
-        if warn:
-            _warn_once(overlong, f"{name}{what}: {lengths}")
-        return encoded.keep(kept)
-    if overlong in DROPPING:
-        if warn:
-            why = ", and with a share for each nothing to learn would be left"
-            message = f"{name} is dropped: {lengths}{why if overlong == 'share' else ''}"
-            _warn_once(f"{overlong}, drop", message)
+    is_dropped = kept is None and overlong in DROPPING
+    if is_dropped:
+        what = " is dropped"
+        if overlong == "share":
+            lengths += ", and with a share for each nothing to learn would be left"
+    if warn and (is_dropped or kept is not None) and (overlong, is_dropped) not in _has_warned:
+        _has_warned.add((overlong, is_dropped))
+        text = f"{name}{what}: {lengths}. Further ones are not reported."
+        warnings.warn(text, stacklevel=3)
+    if is_dropped:
         return Encoded([pad_token_id], [False], [False])
-    cure = "`collate_fn.overlong` drop leaves such samples out"
-    if overlong != "error":
-        cure = f"only {len(cuttable)} tokens of its prompt may be cut, {cure}"
-    elif not cuttable:
-        cure += ", and with `collate_fn` pt `collate_fn.overlong` cut keeps the beginning of a text"
-    else:
-        cure = (
-            f"`collate_fn.overlong` cut_prompt would cut up to {len(cuttable)} tokens from the "
-            "beginning of its prompt's text, `collate_fn.overlong` share cuts prompt and answer, "
-            f"{cure}"
-        )
+    if kept is not None:
+        return encoded.keep(kept)
     raise DataError(
-        f"{name}: {lengths}. Raise `max_token_num` to {len(encoded)}, or shorten the row; {cure}."
+        f"{name}: {lengths}, and only {len(cuttable)} tokens of its prompt may be cut. Raise "
+        f"`max_token_num` to {len(encoded)}, shorten the row, or use `collate_fn.overlong` cut "
+        "(plain text), cut_prompt, share or drop."
     )
-
-
-def _warn_once(kind: str, message: str) -> None:
-    if kind not in _has_warned:
-        _has_warned.add(kind)
-        warnings.warn(f"{message}. Further ones are not reported.", stacklevel=4)

@@ -76,8 +76,7 @@ class Rendered:
         """Replace the text of each image piece, in order; there must be one text for each."""
         remaining = iter(texts)
         return self.with_pieces(
-            replace(piece, text=next(remaining)) if piece.is_image else piece
-            for piece in self.pieces
+            replace(piece, text=next(remaining)) if piece.is_image else piece for piece in self
         )
 
 
