@@ -41,7 +41,7 @@ from stageline.data.batches.sampler import (
     some_rows,
     whole_groups,
 )
-from stageline.data.batches.step_maker import make_dataset, padding_argument
+from stageline.data.batches.step_maker import make_dataset
 from stageline.data.images.image_files import ImageSettings
 from stageline.data.images.tiling import Tiling, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
@@ -141,13 +141,14 @@ class Data:
             self.test = some_rows(self.test, run.eval_samples)
         collate = parts["collate_fn"]
         self.texts = texts_of(parts)
+        multiple = run.rows.pad_to_multiple_of
         options = {
             **self.texts,
             "processor": self.processor,
             "pad_token_id": self.pad_token_id,
             "max_token_num": run.max_token_num,
             "num_stages": run.num_stages,
-            **padding_argument(collate.part, run.rows.pad_to_multiple_of),
+            **({"pad_to_multiple_of": multiple} if multiple > 1 else {}),
             **(handed_to("collate_fn", run) if collate.facts.gives_prompts else {}),
             **collate.kwargs,
         }

@@ -13,7 +13,6 @@ from options.train import RunConfig
 from prompt_fn import fill, none
 from stageline.data.batches.collate_part import CollatePart, as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.step_maker import padding_argument
 from stageline.errors import UserError
 from stageline.pipeline.schedules import make_schedule
 from stageline.training.evaluation import evaluate
@@ -183,14 +182,6 @@ def test_widths_are_rounded_up_to_what_is_legal(tokenizer):
         widths = {batch["input_ids"].shape[1] for batch in itertools.chain(*rounded)}
         assert widths <= {20, 40, MAX_TOKENS} and len(widths) > 1
         assert [samples_in(step) for step in rounded] == [samples_in(step) for step in plain]
-
-
-def test_a_part_that_cannot_round_is_refused():
-    assert padding_argument(sft, 8) == {"pad_to_multiple_of": 8}
-    assert padding_argument(lambda samples: samples, 1) == {}
-    assert padding_argument(lambda samples, **common: samples, 8) == {"pad_to_multiple_of": 8}
-    with pytest.raises(UserError, match="--rows.pad_to_multiple_of 8"):
-        padding_argument(lambda samples, *, stage: samples, 8)
 
 
 def test_packed_rows_are_full(tokenizer):

@@ -191,7 +191,7 @@ def test_text_under_the_template_of_other_rows_is_text(prompt):
 
 
 def test_text_has_no_turns():
-    with pytest.raises(UserError, match="begins with the answer.*fill"):
+    with pytest.raises(UserError, match="nothing before the answer.*fill"):
         collate_text(samples(), **common(tiny_tokenizer(), prompt_fn=chat, prompt="[TEXT]"))
     rows = [(None, {"id": "0", "messages": [{"role": "user", "content": "A?"},
                                             {"role": "assistant", "content": "b"}]})]  # fmt: skip

@@ -7,7 +7,6 @@ step, so the gradient is that of any other order.
 
 import copy
 import ctypes
-import inspect
 import itertools
 import os
 import signal
@@ -147,10 +146,8 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
                 "Raise `max_token_num`, or let the collate_fn part limit the length."
             )
         fits = [place for place in range(len(rows)) if room[place] >= length]
-        if fits:
-            place = min(fits, key=lambda place: (room[place], place))
-        else:
-            place = len(rows)
+        place = min(fits, key=lambda place: (room[place], place), default=len(rows))
+        if not fits:
             rows.append([])
             room.append(capacity)
         rows[place].append(index)
@@ -203,21 +200,6 @@ def portable(error: Exception) -> Exception:
     except Exception:
         pass
     return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def padding_argument(collate: Callable, multiple_of: int) -> dict[str, int]:
-    """Return `pad_to_multiple_of` for a collate part; empty where rows are not rounded."""
-    if multiple_of == 1:
-        return {}
-    given = {"pad_to_multiple_of": multiple_of}
-    try:
-        inspect.signature(collate).bind_partial(**given)
-    except TypeError as error:
-        raise UserError(
-            f"`pad_to_multiple_of` {multiple_of} needs a `collate_fn` that takes the argument. Add "
-            "it and hand it to collate_sft or pad_rows, or leave the option out."
-        ) from error
-    return given
 
 
 class StepMaker(Dataset):

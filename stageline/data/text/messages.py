@@ -89,9 +89,8 @@ def turns_of(
     sample: Mapping[str, Any], prompt: str, *, system: str | None, for_generation: bool
 ) -> list[Turn]:
     """Return the turns of a sample: its `messages`, or the template as question and answer."""
-    has_messages = sample.get("messages") is not None
     own_system = sample.get("system")
-    turns = [] if has_messages else _from_template(sample, prompt)
+    turns = [] if sample.get("messages") is not None else _from_template(sample, prompt)
     with _row_named(sample):
         turns = turns or _from_messages(sample)
         if not isinstance(own_system, str | None):
@@ -144,15 +143,11 @@ def _from_template(sample: Mapping[str, Any], prompt: str) -> list[Turn]:
     parts = parse_template(prompt)
     place = next(index for index, part in enumerate(parts) if part.is_target)
     behind = "".join(part.text or f"[{part.slot}]" for part in parts[place + 1 :]).strip()
-    if behind:
+    if behind or place == 0:
+        what = f"{behind!r} after the answer" if behind else "nothing before the answer"
         raise UserError(
-            f"the template {prompt!r} has {behind!r} after the answer, and with `prompt_fn` chat "
-            "an answer ends its message. Take that text out, or use `prompt_fn` fill."
-        )
-    if place == 0:
-        raise UserError(
-            f"the template {prompt!r} begins with the answer, and with `prompt_fn` chat an answer "
-            "follows a prompt. Use `prompt_fn` fill for plain text, or give rows with messages."
+            f"the template {prompt!r} has {what}, and with `prompt_fn` chat an answer is a message "
+            "that follows a prompt. Change it, use `prompt_fn` fill, or give rows with messages."
         )
     # without the template's line breaks next to images and at the end: chat templates have own
     question: list[Piece] = []
@@ -160,7 +155,7 @@ def _from_template(sample: Mapping[str, Any], prompt: str) -> list[Turn]:
         if question and question[-1].is_image and not piece.is_user:
             piece = replace(piece, text=piece.text.lstrip("\n"))
         question.append(piece)
-    if question and not question[-1].is_user and not question[-1].is_image:
+    if question and not question[-1].is_user:
         question[-1] = replace(question[-1], text=question[-1].text.rstrip())
     question = [piece for piece in question if piece.text or piece.is_image]
     answer = slot_value(sample, parts[place].slot)
@@ -256,24 +251,14 @@ def forms_of(
     turns: Sequence[Turn], tools: Sequence[Tool], *, knows_tools: bool
 ) -> Iterator[tuple[list[Turn], Sequence[Tool], str]]:
     """Yield turns and tools as they are, then as other templates want them, with a warning."""
-    has_any = any(turn.tool_calls or turn.role == "tool" for turn in turns)
-    if not (tools or has_any):
-        yield list(turns), tools, ""
-        return
     has_calls = any(turn.tool_calls for turn in turns)
+    has_any = has_calls or any(turn.role == "tool" for turn in turns)
     ways = [list(turns)]
     if knows_tools and has_any and (named := with_ids(turns)) != ways[0]:
         ways.append(named)
+    if has_calls and (knows_tools or not tools):
+        ways += [[_with_arguments_as_text(turn) for turn in way] for way in list(ways)]
     if knows_tools or not tools:
-        for way in list(ways) if has_calls else []:
-            ways.append([])  # with arguments as text
-            for turn in way:
-                calls = []
-                for call in turn.tool_calls:
-                    arguments = call["function"]["arguments"]
-                    text = arguments if isinstance(arguments, str) else _dumps(arguments)
-                    calls.append({**call, "function": {**call["function"], "arguments": text}})
-                ways[-1].append(replace(turn, tool_calls=tuple(calls)))
         for way in ways:
             yield way, tools, ""
     if not knows_tools and (tools or has_any):
@@ -281,6 +266,15 @@ def forms_of(
         written = list(_as_text(turns))
         for role in ("system", "user"):  # some templates know no system message either
             yield _with_text(written, told, role), (), AS_TEXT
+
+
+def _with_arguments_as_text(turn: Turn) -> Turn:
+    calls = []
+    for call in turn.tool_calls:
+        function = call["function"]
+        text = _dumps(function["arguments"])
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return replace(turn, tool_calls=tuple(calls))
 
 
 def with_ids(turns: Sequence[Turn]) -> list[Turn]:
