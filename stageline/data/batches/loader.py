@@ -34,17 +34,15 @@ _CAN_FORK = sys.platform == "linux"
 class MicroBatchLoader:
     """Loads the micro-batches of a replica; the same on all ranks of its pipeline.
 
-    In training it continues without end; in evaluation it ends after each row came once. The last
-    steps of an evaluation are filled up with rows whose labels are all -100, so that each step
-    has the same number of micro-batches. Packed steps have numbers of their own.
+    In training it continues without end; in evaluation it ends after each row came once, and the
+    last steps are filled up with rows whose labels are all -100, so that each step has the same
+    number of micro-batches. Packed steps have numbers of their own.
 
     Args:
-        dataset: map-style, `dataset[i] -> (images, sample)`. Its `group_size` consecutive rows
-            stay together in one micro-batch, in their order. With a true `is_stream` its indices
-            are positions without end; with a `make_sampler` it draws the rows of training itself
-            (sampler.py).
-        collate: a list of those -> one micro-batch. A part with an `encode` can be sorted, one
-            with a `pack` too can be packed (collate_part.py).
+        dataset: map-style, `dataset[i] -> (images, sample)`; groups, streams and sets with a
+            sampler of their own are described in sampler.py.
+        collate: a list of those -> one micro-batch; what can be sorted and packed says
+            collate_part.py.
         batch_size, accumulate_steps: rows of one optimizer step are their product.
         num_workers: processes that load ahead, a step each; 0 loads in this one.
         pins: puts tensors where an accelerator fetches them while it computes.
@@ -59,10 +57,6 @@ class MicroBatchLoader:
         facts: micro-batch -> what goes into it besides, see `StageModel.host_facts`; not where
             workers are not forked, which would get a copy of the model.
         maker: what makes a step of rows that are not packed.
-
-    Raises:
-        UserError: rows of a step do not fall into micro-batches or would cut groups, or the part
-            cannot pack.
     """
 
     def __init__(

@@ -52,14 +52,10 @@ class CorpusRows(Dataset):
         make_sampler: (sizes, *, names, **options) -> what draws the rows of training; see
             `has_sampler` of sampler.py for its options.
         fingerprint_of: tokenizer -> its fingerprint, as the corpus has it; None: not compared.
-
-    Attributes:
-        is_fixed: reading a row draws nothing at random.
-        has_tokens: samples are token ids, not text.
     """
 
-    is_fixed = True
-    has_tokens = True
+    is_fixed = True  # reading a row draws nothing at random
+    has_tokens = True  # samples are token ids, not text
 
     def __init__(
         self,

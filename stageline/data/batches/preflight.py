@@ -121,10 +121,6 @@ def preflight(
         bad_rows: takes bad rows, if it takes any; then all rows are checked.
         encode: of the collate part, with its arguments; by default a sample becomes one row.
         texts: prompt, prompt_fn and image_token, where there is no `encode`.
-
-    Raises:
-        DataError: for the first bad row, or all rows would be dropped.
-        UserError: the tokenizer does not fit the embedding.
     """
     if vocab_size is not None:
         check_vocabulary(processor, vocab_size)
@@ -175,13 +171,9 @@ def _source(dataset: Any, row: int) -> str:
 
 
 class CheckedCollate(CollatePart):
-    """A collate part whose micro-batches are checked.
+    """A collate part whose micro-batches are checked, ids against `vocab_size` if it is known.
 
     On a GPU an id without a row in the embedding kills the process and names nothing.
-
-    Args:
-        collate: the part, or a function: samples -> micro-batch.
-        vocab_size: rows of the model's embedding; None: not known.
     """
 
     def __init__(self, collate: Callable[..., Any], vocab_size: int | None) -> None:

@@ -43,15 +43,11 @@ class StepSampler:
     step.
 
     Args:
-        num_samples: rows of the dataset.
         step_samples: rows of one optimizer step of one replica.
         shuffle: another order in each epoch; else that of the dataset.
         eval: each row once, instead of whole steps.
         pads: fills the last step of an epoch, as torch's DistributedSampler fills the last batch.
         group_size: rows of a group; `num_samples` and `step_samples` are multiples of it.
-
-    Raises:
-        UserError: there are not enough rows for one step of training, or none at all.
     """
 
     def __init__(
