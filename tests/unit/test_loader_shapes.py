@@ -11,7 +11,7 @@ from dataset import sft
 from options.data import RowSettings
 from options.train import RunConfig
 from prompt_fn import fill, none
-from stageline.data.batches.collate_part import CollatePart, as_collate_part
+from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.errors import UserError
 from stageline.pipeline.schedules import make_schedule
@@ -146,23 +146,6 @@ def test_loss_rows_name_the_rows(tokenizer):
 def test_workers_make_the_same_steps(tokenizer, options):
     alone = steps_of(make_loader(tokenizer, **options), 6)
     equal_steps(steps_of(make_loader(tokenizer, num_workers=2, **options), 6), alone)
-
-
-@pytest.mark.parametrize("dp_degree", [1, 2])
-def test_lengths_of_other_replicas_rows_are_computed_once(tokenizer, dp_degree):
-    asked = []
-    part = as_collate_part(collate_of(tokenizer))
-
-    def encode(images, sample):
-        asked.append(sample["id"])
-        return part.encode(images, sample)
-
-    counted = CollatePart(part.collate, encode=encode, pack=part.pack)
-    options = {"collate": counted, "dp_degree": dp_degree, "packing": MAX_TOKENS}
-    loader = make_loader(tokenizer, batch_size=8 // dp_degree, shuffle=False, **options)
-    steps_of(loader, 15)  # three epochs
-    own = 120 // dp_degree
-    assert len(asked) == own + (20 if dp_degree == 2 else 0)
 
 
 def test_a_part_that_knows_no_lengths_keeps_the_order(tokenizer):
