@@ -28,10 +28,12 @@ class PlainTokenizer:
         flags = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
         choices = []  # a reserved token with the space that it swallows; the longest wins
         for text in sorted(reserved, key=len, reverse=True):
-            before = r"\s*" if getattr(flags.get(text), "lstrip", False) else ""
-            after = r"\s*" if getattr(flags.get(text), "rstrip", False) else ""
+            before, after = (
+                r"\s*" if getattr(flags.get(text), side, False) else ""
+                for side in ("lstrip", "rstrip")
+            )
             choices.append(before + re.escape(text) + after)
-        self._pattern = re.compile("(" + "|".join(choices) + ")") if choices else re.compile("(?!)")
+        self._pattern = re.compile(f"({'|'.join(choices)})" if choices else "(?!)")
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         state["post_processor"] = state["truncation"] = state["padding"] = None
         _hide_reserved(state, reserved)
@@ -59,10 +61,8 @@ class PlainTokenizer:
 
     def reserved_id(self, part: str) -> int | None:
         """Return the id, if a part of `split_reserved` is a reserved token."""
-        exact = self._reserved.get(part)
-        if exact is not None or not self._pattern.fullmatch(part):
-            return exact
-        return self._reserved.get(part.strip())
+        is_reserved = self._pattern.fullmatch(part) is not None
+        return self._reserved.get(part, self._reserved.get(part.strip()) if is_reserved else None)
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
@@ -123,9 +123,7 @@ def add_new_tokens(
     """
     tokenizer = get_tokenizer(processor)
     known = _known(tokenizer, texts)
-    trained = known
-    if weights_processor is not None:
-        trained = _known(get_tokenizer(weights_processor), texts)
+    trained = _known(get_tokenizer(weights_processor or processor), texts)
     pieces = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     if known:  # split them as if none of them had been added
         plain = PlainTokenizer(tokenizer, known)
@@ -148,9 +146,7 @@ def with_rowless(
 ) -> NewTokens | None:
     """Return the tokens and all others of the tokenizer without a row of their own in `num_rows`.
 
-    Args:
-        weights_processor: of the folder with the weights, if it is another one: rows without a
-            token there are spare.
+    Rows without a token in the folder of the weights (`weights_processor`) are spare.
     """
     ids = set(get_tokenizer(processor).get_vocab().values())
     used = set(range(num_rows))
@@ -159,14 +155,9 @@ def with_rowless(
     rowless = tuple(sorted(ids - used - set(tokens.ids if tokens else ())))
     if not rowless:
         return tokens
-    pieces = ((),) * len(rowless)
-    before = tokens or NewTokens((), (), frozenset())
-    return NewTokens(
-        before.ids + rowless,
-        before.pieces + pieces,
-        before.fresh | set(rowless),
-        frozenset(rowless),
-    )
+    before, own = tokens or NewTokens((), (), frozenset()), frozenset(rowless)
+    pieces = before.pieces + ((),) * len(rowless)
+    return NewTokens(before.ids + rowless, pieces, before.fresh | own, own)
 
 
 def processor_of_weights(folder: str | None, *, trust_remote_code: bool = False) -> Any | None:
