@@ -126,16 +126,10 @@ def near_names(name: str, known: Iterable[str]) -> str:
 
 
 def read_rows(path: Path, kind: Kind | None = None, *, may_be_lists: bool = False) -> list[Row]:
-    """Return all rows of a `.json` file (a list), or of a file of JSON lines.
+    """Return all rows of a file; `.json` is a list, any other JSON lines unless `kind` is given.
 
-    Args:
-        kind: how the file is read; default: a `.json` file as a list, any other as JSON lines.
-        may_be_lists: a row may be a list instead of an object.
-
-    Raises:
-        DataError: names file and line of the first bad row, unless it may be left out
-            (bad_rows.py); or the file is of another kind, or has no rows.
-        UserError: there is no such file.
+    A row may be a list with `may_be_lists`. A DataError names file and line of the first bad row,
+    unless it may be left out (bad_rows.py).
     """
     kind = kind or ("json" if path.suffix.lower() == ".json" else "jsonl")
     rows = list(each_row(path, kind, take=current_bad_rows().take, may_be_lists=may_be_lists))

@@ -247,23 +247,20 @@ def interleave(
         over: continue until each set came to its end at least once; else until one has.
         probabilities: one for each set; None: they take turns, and a round is finished.
     """
-    num_sets = len(sets)
-    is_done = [False] * num_sets
+    is_done = [False] * len(sets)
     stops = all if over else any
-
-    def draws(probabilities: Sequence[float]) -> Iterator[int]:
-        generator = numpy.random.default_rng(seed)
-        chances = numpy.array(probabilities) / sum(probabilities)
-        while True:  # a thousand at once, as datasets draws
-            yield from generator.choice(num_sets, size=1000, p=chances).tolist()
-
-    turns = itertools.cycle(range(num_sets)) if probabilities is None else draws(probabilities)
-    for place, chosen in enumerate(turns):
-        if (probabilities is not None or place % num_sets == 0) and stops(is_done):
-            return
-        row, is_last = next(sets[chosen])
-        yield row
-        is_done[chosen] |= is_last
+    generator = numpy.random.default_rng(seed)
+    while True:  # a round, or a thousand draws at once as datasets makes them
+        turns = list(range(len(sets)))
+        if probabilities is not None:
+            chances = numpy.array(probabilities) / sum(probabilities)
+            turns = generator.choice(len(sets), size=1000, p=chances).tolist()
+        for place, chosen in enumerate(turns):
+            if (probabilities is not None or place == 0) and stops(is_done):
+                return
+            row, is_last = next(sets[chosen])
+            yield row
+            is_done[chosen] |= is_last
 
 
 def mixed(
@@ -294,8 +291,7 @@ def held_out(order: numpy.ndarray, val_size: int | float, *, seed: int) -> numpy
     is_share = isinstance(val_size, float)
     if (is_share and not 0 < val_size < 1) or (not is_share and val_size < 1):
         raise UserError(
-            f"`dataset.val_size` {val_size}: give a number of rows (1, 2, ...), or a share between "
-            "0 and 1."
+            f"`dataset.val_size` is {val_size}. Give a number of rows, or a share between 0 and 1."
         )
     count = max(1, round(val_size * len(rows))) if is_share else int(val_size)
     if count >= len(rows):
@@ -412,9 +408,8 @@ class StreamDataset(_MadeRows):
         self._process = os.getpid()
         self._next = 0  # position of the row that is read next
         self._rows = self._endless()
-        self._kept: collections.deque[StreamRow] = collections.deque(
-            maxlen=max(KEPT, self._buffer_size)
-        )
+        size = max(KEPT, self._buffer_size)
+        self._kept: collections.deque[StreamRow] = collections.deque(maxlen=size)
 
     def _endless(self) -> Iterator[StreamRow]:
         for epoch in itertools.count():
@@ -443,16 +438,10 @@ class StreamDataset(_MadeRows):
         """Yield one epoch in the order of the files, the held-out rows too."""
         if self._mix == "concat" or len(self._makers) == 1:
             return itertools.chain.from_iterable(map(self._read, self._makers))
-        sets = [
-            repeating(functools.partial(self._read, maker), maker.info.name)
-            for maker in self._makers
-        ]
-        return interleave(
-            sets,
-            over=self._mix == "interleave_over",
-            probabilities=self._probabilities,
-            seed=derive_seed(self._seed, "mix") % 2**32,
-        )
+        makers = [(functools.partial(self._read, maker), maker.info.name) for maker in self._makers]
+        over, seed = self._mix == "interleave_over", derive_seed(self._seed, "mix") % 2**32
+        sets = [repeating(*maker) for maker in makers]
+        return interleave(sets, over=over, probabilities=self._probabilities, seed=seed)
 
     def _read(self, maker: RowMaker) -> Iterator[StreamRow]:
         """Yield the good rows of a set, in the order of its files."""
@@ -597,17 +586,15 @@ def read_sets(
     media: dict[str, Any] = {"image_path": image_path, "num_frames": num_frames}
 
     def load(infos: Sequence[SetInfo], mix: Any) -> SetsDataset:
-        loaded = []
-        for one_info in infos:
-            one = OneSet(one_info, cache=cache, **media)
-            count = one_info.num_samples
+        loaded = [OneSet(one, cache=cache, **media) for one in infos]
+        for one in loaded:
+            count = one.info.num_samples
             if count is not None:
                 if split == "test" and has_eval:  # an evaluation sees each row once
                     count = min(count, len(one))
-                drawn = exactly(len(one), count, seed=seed, name=one_info.name)
+                drawn = exactly(len(one), count, seed=seed, name=one.info.name)
                 one.rows.numbers = one.rows.numbers[drawn]
             one.rows.numbers = one.rows.numbers[:max_samples]
-            loaded.append(one)
         mix_seed = derive_seed(seed, "mix") % 2**32
         order = mixed([len(one) for one in loaded], mix, probabilities, seed=mix_seed)
         return SetsDataset(loaded, order)
@@ -657,9 +644,6 @@ def read_sets(
 def _set_of(place: str, own: SetInfo, *, option: str = "`dataset_path`") -> SetInfo:
     """Return a set that only its files name."""
     known = read_name(place)
-    if known is not None:
-        name = known.repo
-    else:
-        fixed = [part for part in Path(place).parts if not any(sign in part for sign in "*?[")]
-        name = Path(*fixed).stem if fixed else "all"
+    fixed = [part for part in Path(place).parts if not any(sign in part for sign in "*?[")]
+    name = known.repo if known is not None else Path(*fixed).stem if fixed else "all"
     return replace(own, name=name, place=place, option=option)
