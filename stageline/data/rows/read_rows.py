@@ -78,11 +78,6 @@ def find_files(place: str, *, option: str = "`dataset_path`") -> SetFiles:
     path = Path(place).expanduser()
     if path.is_file():
         found, folder = [path], path.parent
-        if path.suffix.lower() not in KIND_OF_SUFFIX:
-            raise UserError(
-                f"{option} {path} ends in {path.suffix or 'nothing'}. Convert it, or rename it to "
-                f"one of {' '.join(KIND_OF_SUFFIX)}."
-            )
     elif path.is_dir():
         found, folder = sorted(path.iterdir()), path
     elif any(sign in place for sign in _PATTERN):
