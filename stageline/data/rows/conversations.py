@@ -81,6 +81,7 @@ def make_tags(formatting: str, own: Mapping[str, str] | None = None) -> Tags:
 
 OPENAI_TAGS = make_tags("openai")
 SHAREGPT_TAGS = make_tags("sharegpt")
+PLAIN_TAGS = Tags("role", "content", {})  # of messages that go into a template, of any role
 
 
 def read_messages(value: Any, tags: Tags, *, column: str) -> list[Message]:
@@ -88,7 +89,7 @@ def read_messages(value: Any, tags: Tags, *, column: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise bad_row(f"the column {column!r} {state_of(value)}", "a list of messages")
     return [
-        _read_message(message, tags, place=f"message {number} of {column!r}")
+        read_message(message, tags, place=f"message {number} of {column!r}")
         for number, message in enumerate(value)
     ]
 
@@ -104,27 +105,35 @@ def read_answer(value: Any, tags: Tags, *, column: str) -> list[Message]:
     kinds = (tags, OPENAI_TAGS, SHAREGPT_TAGS)
     tags = next((kind for kind in kinds if kind.role in first), tags)
     if first is value:
-        return [_read_message(value, tags, place=f"the column {column!r}")]
+        return [read_message(value, tags, place=f"the column {column!r}")]
     return read_messages(value, tags, column=column)
 
 
-def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
+def read_message(message: Any, tags: Tags, *, place: str) -> Message:
+    """Return a message in OpenAI's form; with `PLAIN_TAGS`, one that is in this form already."""
     if not isinstance(message, Mapping) or tags.role not in message:
-        wanted = f"an object with {tags.role!r} and {tags.content!r}"
+        wanted = f"an object with {tags.role} and {tags.content}"
         raise bad_row(f"{place} is {shown(message)}", wanted)
-    own = message[tags.role]
+    own, is_plain = message[tags.role], tags is PLAIN_TAGS
     role = tags.roles.get(own) if isinstance(own, str) else None
+    if is_plain and isinstance(own, str) and own.replace("_", "").isalnum():
+        role = own  # a word, which holds no special token
     if role is None:
         what = f"{place} has the {tags.role} {shown(own)}"
-        raise bad_row(what, f"one of {', '.join(tags.roles)}")
-    known = {tags.role, tags.content, *_MESSAGE_FIELDS}
-    fields = [str(key) for key, value in message.items() if value is not None and key not in known]
-    if fields:
-        _warn_left_out(tuple(sorted(fields)))
+        raise bad_row(what, f"one of {', '.join(tags.roles) or 'user, assistant and others'}")
     is_answer = role in ("assistant", _CALL)
     read: Message = {"role": "assistant" if is_answer else role, "content": None}
     if not is_learnt(message, place, is_answer=is_answer) and is_answer:
         read["weight"] = 0
+    known = {tags.role, tags.content, *_MESSAGE_FIELDS}
+    filled = {str(key): value for key, value in message.items() if value is not None}
+    if fields := sorted(filled.keys() - known):
+        if is_plain:
+            raise bad_row(f"{place} has the fields {', '.join(fields)}", "those of a chat message")
+        _warn_left_out(tuple(fields))
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if not isinstance(filled.get(name, ""), str):
+            raise bad_row(f"{place} has the {name} {shown(filled[name])}", "text")
     content = message.get(tags.content)
     if role == _CALL:
         # JSON, perhaps behind a thought
@@ -136,28 +145,28 @@ def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
             raise bad_row(f"{place} calls a function by {shown(content)}", _A_CALL)
         read |= {"content": "", "tool_calls": [read_call(call, place) for call in calls]}
         return {**read, "reasoning_content": thought[1].strip()} if thought else read
-    if is_answer:
-        calls = message.get("tool_calls")
-        if not calls and isinstance(message.get("function_call"), Mapping):
-            calls = [message["function_call"]]  # OpenAI's form before tool_calls
-        if calls:
-            if not isinstance(calls, list):
-                raise bad_row(f"{place} has the tool_calls {shown(calls)}", _A_CALL)
-            read["tool_calls"] = [read_call(call, place) for call in calls]
-        thoughts = [message.get(name) for name in _REASONING]
-        thoughts = [thought for thought in thoughts if isinstance(thought, str) and thought]
-        if thoughts:
-            read["reasoning_content"] = thoughts[0]
-    content = "" if content is None and "tool_calls" in read else content
+    calls = filled.get("tool_calls")
+    if not calls and isinstance(filled.get("function_call"), Mapping):
+        calls = [filled["function_call"]]  # OpenAI's form before tool_calls
+    thoughts = [filled.get(name) for name in _REASONING]
+    thoughts = [thought for thought in thoughts if isinstance(thought, str) and thought]
+    if (calls or thoughts) and not is_answer:
+        what = f"{place} of {role} has {'tool_calls' if calls else 'reasoning_content'}"
+        raise bad_row(what, "it only with an assistant's message")
+    if calls and not isinstance(calls, list):
+        raise bad_row(f"{place} has the tool_calls {shown(calls)}", f"a list of {_A_CALL}")
+    if calls:
+        read["tool_calls"] = [read_call(call, place) for call in calls]
+    if thoughts:
+        read["reasoning_content"] = thoughts[0]
+    content = "" if content is None and (calls or thoughts) else content
     if isinstance(content, list):
-        content = [dict(part) for part in read_parts(content, place, _MEDIA)]
+        media = IMAGE_TYPES if is_plain else _MEDIA
+        content = [dict(part) for part in read_parts(content, place, media)]
     elif not isinstance(content, str):
         raise bad_row(f"the content of {place} {state_of(content)}", "text, or a list of parts")
-    read["content"] = content
-    for name in ("name", "tool_call_id"):
-        if isinstance(message.get(name), str):
-            read[name] = message[name]
-    return read
+    names = [name for name in ("name", "tool_call_id") if name in filled]
+    return {**read, "content": content, **{name: filled[name] for name in names}}
 
 
 def read_parts(parts: list[Any], place: str, media: Sequence[str]) -> list[dict[str, Any]]:

@@ -14,13 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stageline.data.rows.conversations import (
-    IMAGE_TYPES,
-    WEIGHTS,
+    PLAIN_TAGS,
     bad_row,
-    is_learnt,
-    read_call,
     read_json,
-    read_parts,
+    read_message,
     shown,
     with_row_weights,
 )
@@ -30,11 +27,6 @@ from stageline.errors import DataError, UserError
 
 Tool = dict[str, Any]
 SYSTEM_ROLES = ("system", "developer")
-_KNOWN_FIELDS = {
-    *("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"),
-    *("mask", *WEIGHTS),
-}
-_PLAIN = {"role", "content"}
 CALL_MARKS = ("<tool_call>", "</tool_call>")
 _ID = re.compile("[A-Za-z0-9]{9}")
 _TOOLS_TEXT = """# Tools
@@ -52,7 +44,6 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 AS_TEXT = "it knows no tools, so they are written into the system message, and calls as text"
-_OF_ANSWERS = ("tool_calls", "reasoning_content")
 
 
 @dataclass(frozen=True)
@@ -181,46 +172,29 @@ def _from_messages(sample: Mapping[str, Any]) -> list[Turn]:
 
 
 def _turn(place: str, message: Any) -> Turn:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise bad_row(f"{place} is {shown(message)}", "an object with role and content")
-    role = message["role"]
-    if not role.replace("_", "").isalnum():  # it might hold a special token
-        raise bad_row(f"{place} has the role {shown(role)}", "a word such as user")
-    is_answer = role == "assistant"
-    if message.keys() == _PLAIN and isinstance(message["content"], str):  # nothing to check further
-        return Turn(role, (Piece(message["content"], True, is_answer),), is_answer)
-    filled = {key: value for key, value in message.items() if value is not None}
-    if unknown := sorted(filled.keys() - _KNOWN_FIELDS):
-        raise bad_row(f"{place} has the fields {', '.join(unknown)}", "those of a chat message")
-    for field in ("name", "tool_call_id", "reasoning_content"):
-        if not isinstance(filled.get(field, ""), str):
-            raise bad_row(f"{place} has the {field} {shown(filled[field])}", "text")
-    if not is_answer and (alien := [key for key in _OF_ANSWERS if filled.get(key)]):
-        raise bad_row(f"{place} of {role} has {alien[0]}", "it only with an assistant's message")
-    is_target = is_learnt(message, place, is_answer=is_answer)
-    calls = filled.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise bad_row(f"{place} has the tool_calls {shown(calls)}", "a list")
-    calls = tuple(read_call(call, place) for call in calls)
-    reasoning = filled.get("reasoning_content", "")
-    content = filled.get("content", "" if calls or reasoning else None)
+    if isinstance(message, dict) and message.keys() == {"role", "content"}:  # as nearly all are
+        role, content = message["role"], message["content"]
+        if role in ("user", "assistant", "system") and isinstance(content, str):
+            is_answer = role == "assistant"
+            return Turn(role, (Piece(content, True, is_answer),), is_answer)
+    read = read_message(message, PLAIN_TAGS, place=place)
+    is_target = read["role"] == "assistant" and read.get("weight", 1) != 0
+    content = read["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list):
-        raise bad_row(f"{place} has the content {shown(content)}", "text, or a list of parts")
     pieces = [
         Piece(part["text"], is_user=True, is_target=is_target)
         if part["type"] == "text"
         else Piece("", is_image=True)
-        for part in read_parts(parts, place, IMAGE_TYPES)
+        for part in parts
     ]
     return Turn(
-        role,
+        read["role"],
         tuple(pieces),
         is_target=is_target,
-        name=filled.get("name"),
-        reasoning=reasoning,
-        tool_calls=calls,
-        tool_call_id=filled.get("tool_call_id"),
+        name=read.get("name"),
+        reasoning=read.get("reasoning_content", ""),
+        tool_calls=tuple(read.get("tool_calls", ())),
+        tool_call_id=read.get("tool_call_id"),
     )
 
 
