@@ -9,6 +9,7 @@ rows are independent.
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ def has_sampler(dataset: object) -> bool:
     return hasattr(dataset, "make_sampler")
 
 
+@dataclass
 class StepSampler:
     """Draws the rows of each optimizer step; groups of rows stay together, in their order.
 
@@ -50,35 +52,26 @@ class StepSampler:
         group_size: rows of a group; `num_samples` and `step_samples` are multiples of it.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        step_samples: int,
-        dp_rank: int = 0,
-        dp_degree: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
-        eval: bool = False,
-        pads: bool = False,
-        group_size: int = 1,
-    ) -> None:
-        assert 0 <= dp_rank < dp_degree
-        assert num_samples % group_size == step_samples % group_size == 0
-        self.num_samples = num_samples
-        self.step_samples = step_samples
-        self.dp_rank = dp_rank
-        self.dp_degree = dp_degree
-        self.seed = seed
-        self.shuffle = shuffle
-        self.eval = eval
-        self.pads = pads
-        self.group_size = group_size
+    num_samples: int
+    _: KW_ONLY
+    step_samples: int
+    dp_rank: int = 0
+    dp_degree: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    eval: bool = False
+    pads: bool = False
+    group_size: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.dp_rank < self.dp_degree
+        assert self.num_samples % self.group_size == self.step_samples % self.group_size == 0
         if len(self) == 0:
             raise UserError(
-                f"the dataset has {num_samples} rows, one optimizer step takes "
-                f"{self._global_samples} (`batch_size` x `accumulate_steps` x {dp_degree} data "
-                "parallel replicas). Lower `batch_size`, give more rows, or use `rows.last` pad."
+                f"the dataset has {self.num_samples} rows, one optimizer step takes "
+                f"{self._global_samples} (`batch_size` x `accumulate_steps` x {self.dp_degree} "
+                "data parallel replicas). Lower `batch_size`, give more rows, or use `rows.last` "
+                "pad."
             )
 
     @property

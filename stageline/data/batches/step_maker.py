@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -202,6 +203,7 @@ def portable(error: Exception) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
+@dataclass(eq=False)
 class StepMaker(Dataset):
     """One sample a row, padded to the longest of its micro-batch.
 
@@ -213,27 +215,20 @@ class StepMaker(Dataset):
         facts: micro-batch -> what a model reads off it on the host; goes into it.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        collate: Callable[[Sequence[Any]], MicroBatch],
-        micro_batch_size: int,
-        dp_rank: int = 0,
-        is_sorted: bool = True,
-        seed: int = 0,
-        group_size: int = 1,
-        facts: Callable[[MicroBatch], MicroBatch] | None = None,
-    ) -> None:
-        self.part = as_collate_part(collate)
-        self.micro_batch_size = micro_batch_size
-        self.dp_rank = dp_rank
-        self.is_sorted = is_sorted
-        self.seed = seed
-        self.group_size = group_size
-        self.facts = facts or (lambda batch: {})
-        self.dataset = dataset
-        self.is_fixed = getattr(dataset, "is_fixed", False)  # its rows draw nothing
+    dataset: Any
+    _: KW_ONLY
+    collate: Callable[[Sequence[Any]], MicroBatch]
+    micro_batch_size: int
+    dp_rank: int = 0
+    is_sorted: bool = True
+    seed: int = 0
+    group_size: int = 1
+    facts: Callable[[MicroBatch], MicroBatch] | None = None
+
+    def __post_init__(self) -> None:
+        self.part = as_collate_part(self.collate)
+        self.host_facts = self.facts or (lambda batch: {})
+        self.is_fixed = getattr(self.dataset, "is_fixed", False)  # its rows draw nothing
 
     def __getitem__(self, request: tuple[int, Shares]) -> list[MicroBatch] | Exception:
         try:
@@ -293,7 +288,7 @@ class StepMaker(Dataset):
         assert times and not rest, f"{len(rows)} samples became {len(batch['labels'])} rows"
         rows = [row for row in rows for _ in range(times)]
         batch["labels"][torch.tensor([row is None for row in rows])] = IGNORE
-        batch = {**batch, **self.facts(batch)}
+        batch = {**batch, **self.host_facts(batch)}
         numbers = torch.tensor([-1 if row is None else row for row in rows])
         if "sample_ids" not in batch:
             return {**batch, "loss_rows": numbers}
@@ -310,6 +305,7 @@ class PromptMaker(StepMaker):
         return list(zip(shares[self.dp_rank], places, self._read(step, shares), strict=False))
 
 
+@dataclass(eq=False)
 class PackedStepMaker(StepMaker):
     """Several samples a row. All replicas make the same number of micro-batches.
 
@@ -322,19 +318,13 @@ class PackedStepMaker(StepMaker):
             communicate, so the rows of all of them are encoded here.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        capacity: int,
-        legal_counts: Callable[[int], int],
-        agree: Callable[[int, int], int] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(dataset, **options)
-        self.capacity = capacity
-        self.legal_counts = legal_counts
-        self.agree = agree
+    _: KW_ONLY
+    capacity: int
+    legal_counts: Callable[[int], int]
+    agree: Callable[[int, int], int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.part.encode is None or self.part.pack is None:
             raise UserError(
                 "`packing` needs a `collate_fn` with `encode` and `pack`. Use `collate_fn` sft, or "
@@ -366,7 +356,7 @@ class PackedStepMaker(StepMaker):
             batch = self.part.pack([[items[index] for index in bins[row]] for row in group])
             members = [rows[index] for row in group for index in bins[row]]
             numbers = torch.tensor(members, dtype=torch.int64)
-            made.append({**batch, **self.facts(batch), "loss_packed_rows": numbers})
+            made.append({**batch, **self.host_facts(batch), "loss_packed_rows": numbers})
         return made
 
 

@@ -9,7 +9,6 @@ Where the bytes of tokens are the bytes of the text, they show which characters 
 offsets would take a quarter of a tokenizer's time.
 """
 
-import functools
 import itertools
 import os
 import warnings
@@ -30,15 +29,6 @@ from stageline.errors import DataError, UserError
 _USER, _FIXED, _TARGET, _MARKED, _ANSWER, _IMAGE = (1 << place for place in range(6))
 Offsets = Sequence[tuple[int, int]]
 Kinds = numpy.ndarray  # of each token: the bits of the pieces that it touches
-
-
-@functools.cache
-def _byte_of_letter() -> defaultdict[int, int]:
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    found: defaultdict[int, int] = defaultdict(lambda: 0xFF)  # a byte that no UTF-8 text has
-    found.update({ord(letter): byte for byte, letter in bytes_to_unicode().items()})
-    return found
 
 
 def structural_tokens(processor: Any) -> set[str]:
@@ -151,18 +141,16 @@ class Encoded:
         return Encoded(**kept)
 
 
-class _TokenBytes(dict[int, bytes]):
-    """Id -> bytes of the token, of a byte-level tokenizer; each is made when it is first needed."""
+def _token_bytes(tokenizer: Any) -> dict[int, bytes]:
+    """Return id -> bytes of each token of a byte-level tokenizer."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    def __init__(self, tokenizer: Any) -> None:
-        added = tokenizer.added_tokens_decoder.items()
-        super().__init__({token_id: str(token).encode() for token_id, token in added})
-        self._backend = tokenizer.backend_tokenizer
-
-    def __missing__(self, token_id: int) -> bytes:
-        letters = self._backend.id_to_token(token_id)
-        self[token_id] = letters.translate(_byte_of_letter()).encode("latin-1")
-        return self[token_id]
+    table: defaultdict[int, int] = defaultdict(lambda: 0xFF)  # a byte that no UTF-8 text has
+    table.update({ord(letter): byte for byte, letter in bytes_to_unicode().items()})
+    vocabulary = tokenizer.get_vocab().items()
+    found = {token_id: text.translate(table).encode("latin-1") for text, token_id in vocabulary}
+    added = tokenizer.added_tokens_decoder.items()
+    return found | {token_id: str(token).encode() for token_id, token in added}
 
 
 NO_END = (
@@ -204,9 +192,9 @@ class TextEncoder:
             getattr(kind, name, None) is getattr(base, name, None)
             for name in ("__call__", "_encode_plus", "backend_tokenizer")
         )
-        self._bytes: _TokenBytes | None = None
+        self._bytes: dict[int, bytes] | None = None
         if self._is_direct and isinstance(self.tokenizer.backend_tokenizer.decoder, ByteLevel):
-            self._bytes = _TokenBytes(self.tokenizer)
+            self._bytes = _token_bytes(self.tokenizer)
         # one text at a time: threads would only hand it on, and be missing in forked workers
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._plain: PlainTokenizer | None = None
@@ -320,14 +308,13 @@ class TextEncoder:
         run_start = 0
 
         def finish_run() -> None:
-            if run:
-                for token_id, start, end in self.plain.encode(run, is_first=run_start == 0):
-                    ids.append(token_id)
-                    offsets.append((run_start + start, run_start + end))
+            found = self.plain.encode(run, is_first=run_start == 0) if run else ()
+            for token_id, start, end in found:
+                ids.append(token_id)
+                offsets.append((run_start + start, run_start + end))
 
         for start, _, piece in spans:
-            parts = [piece.text] if piece.is_user else self.plain.split_reserved(piece.text)
-            for part in parts:
+            for part in [piece.text] if piece.is_user else self.plain.split_reserved(piece.text):
                 token_id = None if piece.is_user else self.plain.reserved_id(part)
                 if token_id is None:
                     run += part
@@ -353,14 +340,12 @@ class TextEncoder:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(NO_END, stacklevel=2)
-            return
-        if ids[-1] == eos_id:  # the template ends with it
+        elif ids[-1] == eos_id:  # the template ends with it
             is_target[-1] = True
-            return
-        others = encoded.marks
-        ids.append(eos_id)
-        for marks in others:
-            marks.append(marks is is_target or marks is encoded.is_answer)
+        else:
+            for marks in encoded.marks:
+                marks.append(marks is is_target or marks is encoded.is_answer)
+            ids.append(eos_id)
 
 
 def encode_rendered(rendered: Rendered, processor: Any) -> Encoded:

@@ -57,7 +57,7 @@ class PlainTokenizer:
 
     def split_reserved(self, text: str) -> list[str]:
         """Cut the template's text at its reserved tokens."""
-        return [part for part in self._pattern.split(text) if part] if self._reserved else [text]
+        return [part for part in self._pattern.split(text) if part]
 
     def reserved_id(self, part: str) -> int | None:
         """Return the id, if a part of `split_reserved` is a reserved token."""
