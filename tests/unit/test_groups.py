@@ -233,7 +233,7 @@ def test_a_list_and_fewer_negatives_and_a_split_by_groups(tmp_path):
         ({"anchor": None}, {}, "g.jsonl:2: 'anchor' is missing"),
         ({"positive": "left"}, {}, "g.jsonl:2: 'positive' is 'left'"),
         ({"negatives": []}, {}, "g.jsonl:2: 'negatives' is \\[\\]"),
-        ({"negatives": ["left"]}, {}, "Write a list of objects"),
+        ({"negatives": ["left"]}, {}, "a list of objects"),
         ({"negatives": [{"answer": "a"}]}, {}, "2: the group has 1 negatives, not 2 .*g.jsonl:1"),
         ({"negatives": [{"answer": "a"}]}, {"num_negatives": 2}, "num_negatives says"),
         ({"negatives": [{"question": "q"}] * 2}, {}, "g.jsonl:2 \\(negative 1\\): the field 'ans"),

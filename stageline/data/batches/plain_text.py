@@ -37,7 +37,7 @@ from stageline.data.text.template import IMAGE, parse_template
 from stageline.errors import DataError, UserError
 
 BEGINS = 1  # the flag of a segment that is the first one of its document
-_LOOK_BACK = 4096  # flags that are read at a time
+_LOOK_BACK = 1 << 20  # most segments of a document
 Range = tuple[int, int]
 
 
@@ -190,14 +190,9 @@ def held_out_starts(corpus: Any, test_size: int | float) -> list[int]:
         share = test_size if isinstance(test_size, int) else round(test_size * (stop - first))
         count = max(share, 1)
         start = max(stop - count, first)
-        while start > first:  # back to the last place where a document begins
-            low = max(first, start + 1 - _LOOK_BACK)
-            begins = numpy.flatnonzero(numpy.asarray(corpus.flags(low, start + 1)) & BEGINS)
-            if len(begins):
-                start = low + int(begins[-1])
-                break
-            start = low - 1
-        start = max(start, first)
+        low = max(first, start + 1 - _LOOK_BACK)  # back to the last place where a document begins
+        begins = numpy.flatnonzero(numpy.asarray(corpus.flags(low, start + 1)) & BEGINS)
+        start = low + int(begins[-1]) if len(begins) else first
         if start <= first < stop:
             raise UserError(
                 f"`dataset.test_size` {test_size} holds out all {stop - first} segments of type "
@@ -246,12 +241,7 @@ def _encode_ready(
             Encoded(ids, numpy.ones(len(ids), bool), numpy.zeros(len(ids), bool))  # type: ignore
             for ids in segments
         ]
-    if len(segments) > 1:
-        raise DataError(
-            f"{sample_name(sample)}: {len(segments)} segments of {total} tokens do not fit "
-            f"`max_token_num` {max_token_num}. Raise `max_token_num` to {total}, or pack the "
-            "corpus into shorter rows."
-        )
+    assert len(segments) == 1, "`CorpusRows.check` refuses packed rows that are too long"
     limited = limit_length(
         Encoded(segments[0].tolist(), [True] * total, [False] * total),
         max_token_num=max_token_num,

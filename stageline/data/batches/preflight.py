@@ -251,12 +251,9 @@ def _problem_of(batch: object, num_samples: int) -> str | None:
 
 def _check_ids(batch: MicroBatch, vocab_size: int, *, samples: Sequence[Sequence[Any]]) -> None:
     """Refuse token ids and labels for which the model has no row, by (images, sample) of each."""
-    ids_BT, labels_BT = batch["input_ids"], batch["labels"]
-    for kind, values_BT, is_free in (
-        ("token id", ids_BT, torch.zeros((), dtype=torch.bool)),
-        ("label", labels_BT, labels_BT == IGNORE),
-    ):
-        is_bad_BT = ((values_BT >= vocab_size) | (values_BT < 0)) & ~is_free
+    labels_BT = batch["labels"].masked_fill(batch["labels"] == IGNORE, 0)
+    for kind, values_BT in (("token id", batch["input_ids"]), ("label", labels_BT)):
+        is_bad_BT = (values_BT >= vocab_size) | (values_BT < 0)
         if not is_bad_BT.any():
             continue
         number, place = is_bad_BT.nonzero()[0].tolist()

@@ -110,13 +110,10 @@ def group_by_length(lengths: Sequence[int], num_groups: int) -> list[list[int]]:
             low = middle + 1
     groups = cut(low)
     while len(groups) < num_groups:
-        costliest = max(
-            (group for group in groups if len(group) > 1),
-            key=lambda group: padded_cost([lengths[index] for index in group]),
-        )
-        place = groups.index(costliest)
-        half = len(costliest) // 2
-        groups[place : place + 1] = [costliest[:half], costliest[half:]]
+        costs = [len(group) > 1 and padded_cost([lengths[i] for i in group]) for group in groups]
+        place = costs.index(max(costs))
+        group = groups[place]
+        groups[place : place + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
     return groups
 
 

@@ -59,10 +59,8 @@ def check_shape(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) 
     elif max(width, height) > MAX_ASPECT * min(width, height):
         why = f"sides of more than {MAX_ASPECT} to 1"
     if why:
-        raise DataError(
-            f"{name}: the image {file_of(image)} of {width} x {height} has {why}. Scale the "
-            "picture, or take the row out."
-        )
+        what = f"the image {file_of(image)} of {width} x {height} has {why}"
+        raise DataError(f"{name}: {what}. Scale the picture, or take the row out.")
 
 
 def bad_image(file: object, error: Exception, *, name: str) -> DataError:

@@ -221,16 +221,13 @@ def _converted(row: FormattedRow) -> dict[str, Any]:
     sample = _CONVERT[row.formatting](row)
     if "messages" not in sample:
         return sample
-    system, first = row.value("system"), sample["messages"][0]
-    if system:
+    system, first = row.text("system"), sample["messages"][0]
+    if system and first["role"] != "system":
+        sample["system"] = system
+    elif system and first["content"] != system:
         what = f"the column {row.name('system')!r} is {shown(system)}"
-        if not isinstance(system, str):
-            raise bad_row(what, "text")
-        if first["role"] != "system":
-            sample["system"] = system
-        elif first["content"] != system:
-            what += f", and the first message is the system's, {shown(first['content'])}"
-            raise bad_row(what, "one of them")
+        what += f", and the first message is the system's, {shown(first['content'])}"
+        raise bad_row(what, "one of them")
     tools = read_tools(row.value("tools"), column=row.name("tools"))
     if tools:
         sample["tools"] = tools
@@ -254,9 +251,9 @@ def _convert_sharegpt(row: FormattedRow) -> dict[str, Any]:
 
 def _convert_alpaca(row: FormattedRow) -> dict[str, Any]:
     """Convert instruction, input and output; text where only the prompt's column is named."""
-    if row.columns.get("response") is None and "prompt" in row.named:
-        if not row.has_pair:
-            return {"text": row.text("prompt", is_needed=True)}
+    has_answers = row.columns.get("response") is not None or row.has_pair
+    if "prompt" in row.named and not has_answers:
+        return {"text": row.text("prompt", is_needed=True)}
     question = "\n".join(part for name in ("prompt", "query") if (part := row.text(name)))
     if not question:
         names = " and ".join(repr(row.name(name)) for name in ("prompt", "query"))

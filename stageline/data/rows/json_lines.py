@@ -325,10 +325,9 @@ class Groups(JsonLines):
             value = row.data.get(name)
             members = [value] if name != "negatives" else value if isinstance(value, list) else []
             if not members or not all(isinstance(member, dict) for member in members):
-                form = "a list of objects" if name == "negatives" else "an object"
                 raise DataError(
-                    f"{row.source}: {name!r} {state_of(value)}; the line has the fields "
-                    f"{names_text(row.data)}. Write {form} with question, answer, image ..."
+                    f"{row.source}: {name!r} {state_of(value)}. Write anchor and positive as "
+                    "objects with question, answer, image ..., negatives as a list of objects."
                 )
         count = len(row.data["negatives"])
         if self._num_negatives is None:

@@ -594,13 +594,12 @@ def turn_ends(processor: Any) -> tuple[str, ...]:
 
 def _learnt_in_samples(template: ChatTemplate) -> Iterator[tuple[str, str]]:
     """Yield what is in the loss of small conversations: up to an answer's last text, and behind."""
-    function = {"name": "look", "arguments": {"place": "there"}}
     tool = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
-    asked, told, result = (
-        Turn(role, (Piece("a", is_user=True),), is_target=role == "assistant", tool_call_id=call)
-        for role, call in (("user", None), ("assistant", None), ("tool", "abcdefghi"))
-    )
+    function = {"name": "look", "arguments": {"place": "there"}}
     call: Tool = {"type": "function", "function": function, "id": "abcdefghi"}
+    text = (Piece("a", is_user=True),)
+    asked, result = Turn("user", text), Turn("tool", text, tool_call_id="abcdefghi")
+    told = Turn("assistant", text, is_target=True)
     calling = Turn("assistant", (), is_target=True, tool_calls=(call,))
     thinking = replace(told, reasoning="b")
     conversations: list[tuple[list[Turn], list[Tool]]] = [

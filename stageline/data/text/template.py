@@ -43,17 +43,12 @@ def parse_template(prompt: str) -> list[TemplatePart]:
         parts.append(TemplatePart(text=f"[{match[1]}]" if match[1] else "", slot=match[2] or ""))
         end = match.end()
     parts.append(TemplatePart(text=prompt[end:]))
-    slots = [part.slot for part in parts if part.slot]
-    filled = [slot for slot in slots if slot != IMAGE]
-    if slots.count("ANSWER") > 1:
+    slots = [part.slot for part in parts if part.slot not in ("", IMAGE)]
+    target = "ANSWER" if "ANSWER" in slots else slots[-1] if slots else ""
+    if target not in _TARGETS or slots.count(target) > 1:
         raise UserError(
-            f"the template {prompt!r} has [ANSWER] {slots.count('ANSWER')} times. Leave one."
-        )
-    target = "ANSWER" if "ANSWER" in filled else filled[-1] if filled else ""
-    if target not in _TARGETS or filled.count(target) > 1:
-        raise UserError(
-            f"the template {prompt!r} has nothing to learn. Add [ANSWER] to the `prompt`, or "
-            "[CAPTION] or [TEXT] at its end."
+            f"the template {prompt!r} needs one place for what is learnt. Write [ANSWER] once into "
+            "the `prompt`, or [CAPTION] or [TEXT] at its end."
         )
     return [
         replace(part, is_target=part.slot == target) for part in parts if part.text or part.slot
@@ -104,10 +99,10 @@ def slot_value(sample: Mapping[str, Any], slot: str) -> str:
         return "\n".join(f"{chr(ord('A') + i)}. {choice}" for i, choice in enumerate(value))
     if isinstance(value, str | int | float):
         return str(value)
+    state = "is missing" if value is None else f"is a {type(value).__name__}"
     raise DataError(
         f"sample {sample.get('source') or sample.get('id', '?')}: the template's [{slot}] needs "
-        f"text in the field {slot.lower()!r}, which "
-        f"{'is missing' if value is None else f'is a {type(value).__name__}'}; the fields are "
+        f"text in the field {slot.lower()!r}, which {state}; the fields are "
         f"{', '.join(sorted(sample)) or 'none'}. Correct the row, or write [[{slot}]] for the text."
     )
 
