@@ -210,24 +210,6 @@ class CheckedCollate(CollatePart):
         return batch
 
 
-def check_encode(collate: Callable[..., Any], sample: tuple[Any, Any]) -> Any:
-    """Try the `encode` of a collate part, if it has one; return what it made, or the sample."""
-    encode = as_collate_part(collate).encode
-    if encode is None:
-        return sample
-    encoded = call("encode", encode, *sample)
-    if isinstance(encoded, EncodedSample) and isinstance(encoded.length, int) and encoded.length:
-        return encoded
-    raise broken(
-        "encode",
-        encode,
-        f"returned {shown(encoded)}",
-        why="An EncodedSample has its number of tokens as length",
-        cure="return what encode_sft of stageline.data.batches.collate gives, or "
-        "EncodedSample(images, sample, rows, length, whole)",
-    )
-
-
 def _problem_of(batch: object, num_samples: int) -> str | None:
     """Return what is wrong with the types and shapes of a micro-batch."""
     if not isinstance(batch, dict):
