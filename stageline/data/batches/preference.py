@@ -147,13 +147,6 @@ class WithOthers(Subset):
         images, sample = self.dataset[row]
         return images, {**sample, OTHER: self.dataset[(row - 1) % len(self)]}
 
-    def __getitems__(self, rows: list[int]) -> list[tuple[Images, Sample]]:
-        return [self[row] for row in rows]
-
-    def describe(self, row: int) -> str:
-        """Return file and line of a row."""
-        return self.dataset.describe(row) if hasattr(self.dataset, "describe") else f"row {row}"
-
 
 def encode_answer(images: Images, sample: Sample, **common: Any) -> EncodedSample:
     """Encode one answer; `common` as of `encode_sft`.

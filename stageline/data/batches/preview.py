@@ -92,19 +92,18 @@ def split(batch: MicroBatch) -> Iterator[Shown]:
 
 def bracket(shown: Shown, tokenizer: Any) -> str:
     """Return the text with [[ ]] around the tokens in the loss."""
-    text = ""
-    for is_learnt, units in groupby(_units(shown, tokenizer), key=lambda unit: unit[1]):
-        run = "".join(piece for piece, _ in units)
-        text += f"[[{run}]]" if is_learnt else run
-    return text
+    runs = groupby(_units(shown, tokenizer), key=lambda unit: unit[1])
+    texts = [(is_learnt, "".join(text for text, _ in run)) for is_learnt, run in runs]
+    return "".join(f"[[{text}]]" if is_learnt else text for is_learnt, text in texts)
 
 
 def paint(shown: Shown, tokenizer: Any) -> str:
     """Return the text in colours of a terminal; neighbouring tokens look different."""
-    text = ""
-    for number, (piece, is_learnt) in enumerate(_units(shown, tokenizer)):
-        text += (_LEARNT if is_learnt else _OTHER)[number % 2] + piece + _PLAIN
-    return text
+    units = enumerate(_units(shown, tokenizer))
+    return "".join(
+        f"{(_LEARNT if is_learnt else _OTHER)[number % 2]}{text}{_PLAIN}"
+        for number, (text, is_learnt) in units
+    )
 
 
 def _units(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool]]:

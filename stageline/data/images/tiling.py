@@ -23,11 +23,6 @@ class Tiling:
     min_pixels: int | None = None
     max_pixels: int | None = None
 
-    @property
-    def is_given(self) -> bool:
-        """Whether any limit is given."""
-        return self != Tiling()
-
     def __str__(self) -> str:
         given = {name: value for name, value in vars(self).items() if value is not None}
         return " ".join(f"`{name}` {value}" for name, value in given.items())
@@ -35,7 +30,7 @@ class Tiling:
 
 def apply_tiling(processor: Any, tiling: Tiling) -> None:
     """Change the image processor of a processor, in place."""
-    if not tiling.is_given:
+    if tiling == Tiling():
         return
     images = get_image_processor(processor)
 
