@@ -1,12 +1,9 @@
 """Plain text for pre-training: rows of a corpus, and the bodies of the `pt` collate part.
 
 All of a row is in the loss: the tokenizer's first tokens, the text, EOS. Padding is known by its
-place, so it may be EOS too. Text from the data never becomes a special token. Long documents are
-not cut into rows here: a collate part makes as many rows as it gets samples.
-
-A sample of a corpus has `segments`, arrays of token ids, in place of a text. All of a segment is in
-the loss but its first token. Samples with `is_packed` hold several segments a row, none of which
-sees another.
+place, so it may be EOS too. A sample of a corpus has `segments`, arrays of token ids, in place of a
+text; all but the first token of each is in the loss. Samples with `is_packed` hold several segments
+a row, none of which sees another.
 """
 
 import hashlib

@@ -1,9 +1,8 @@
 """Assign rows to optimizer steps; groups of rows stay together. No row is read.
 
 The order depends on the seed and the step only, so all stages of a pipeline agree without messages,
-and a run continues from any step. Only data parallel replicas get different rows. `group_size`
-consecutive rows of a dataset part are compared with each other and stay together; it is 1 where
-rows are independent.
+and a run continues from any step. `group_size` consecutive rows of a dataset part are compared with
+each other and stay together; it is 1 where rows are independent.
 """
 
 import itertools

@@ -1,10 +1,8 @@
 """Image text and image tensors of any transformers processor, without pixels where none exist.
 
 The tokens of an image depend on its size only. So every rank runs the processor once per distinct
-size on a blank image, and gets the expanded text and the small integer inputs (image_grid_thw ...);
-only the first stage decodes and processes true pixels.
-
-Shapes: B rows, T tokens, N images of a micro-batch, M images of the fullest row, S tiles an image.
+size on a blank image; only the first stage decodes and processes true pixels. Shapes: B rows, T
+tokens, N images of a micro-batch, M images of the fullest row, S tiles an image.
 """
 
 import copy

@@ -32,11 +32,8 @@ _CALL = "function call"
 IMAGE_TYPES = ("image", "image_url")
 _MEDIA = (*IMAGE_TYPES, "video", "video_url")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_MESSAGE_FIELDS = (
-    *("role", "content", "name", "tool_calls", "function_call", "tool_call_id"),
-    *_REASONING,
-    *WEIGHTS,
-)
+_OWN_FIELDS = ("role", "content", "name", "tool_calls", "function_call", "tool_call_id")
+_MESSAGE_FIELDS = (*_OWN_FIELDS, *_REASONING, *WEIGHTS)
 _THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
 _A_TOOL = 'a list of {"name": ..., "parameters": ...}'
 _A_CALL = 'JSON such as {"name": "search", "arguments": {"words": "tea"}}'

@@ -39,10 +39,7 @@ _TEXT_COLUMNS = {
     "text": {"text": "text"},
 }
 _SHARED_COLUMNS = ("system", "tools", "images", "videos", "chosen", "rejected", "kto_tag")
-_DISTINCTIVE = (
-    *("messages", "conversations", "instruction", "prompt", "completion"),
-    *("chosen", "rejected", "text"),
-)
+_DISTINCTIVE = "messages conversations instruction prompt completion chosen rejected text".split()
 _PLACEHOLDER = re.compile(r"(<image>|<video>)")
 _KIND = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 
@@ -107,9 +104,6 @@ def make_converter(
             raise DataError(f"{source}: {error}") from None
 
     return convert
-
-
-# -- how a row is written ------------------------------------------------------------------------
 
 
 def _text_names(formattings: Iterable[str]) -> list[str]:
@@ -207,9 +201,6 @@ class FormattedRow:
 
     def answer(self, what: str) -> list[Message]:
         return read_answer(self.value(what), self.tags, column=self.name(what))
-
-
-# -- samples -------------------------------------------------------------------------------------
 
 
 def _converted(row: FormattedRow) -> dict[str, Any]:
@@ -365,9 +356,6 @@ def says_label(value: Any) -> bool:
     """Tell whether a value can be a label, and not something else of that name."""
     is_word = isinstance(value, str) and value.lower() in ("true", "false")
     return isinstance(value, bool) or is_word
-
-
-# -- images and videos ---------------------------------------------------------------------------
 
 
 def _place_media(messages: list[Message], row: FormattedRow) -> dict[str, list[Any]]:

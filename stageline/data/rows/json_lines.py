@@ -25,10 +25,10 @@ from stageline.errors import DataError, UserError
 _PROMPT_NAMES = ("question", "prompt", "instruction")
 _MEMBERS = ("anchor", "positive", "negatives")  # members of a group
 # columns that a sample made by a converter has in its own form, or not at all
-_CONVERTED = {
-    *("conversations", "messages", "chosen", "rejected", "completion", "history", "kto_tag"),
-    *("system", "tools", "images", "image", "videos", "video"),
-}
+_CONVERTED = set(
+    "conversations messages chosen rejected completion history kto_tag system tools images image "
+    "videos video".split()
+)
 
 
 class JsonLines(RowsDataset):

@@ -53,9 +53,6 @@ class Row:
     digest: str = ""  # SHA-256 of the file; empty where it is not known
 
 
-# -- which files ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SetFiles:
     """The files of a set, sorted."""
@@ -115,9 +112,6 @@ def near_names(name: str, known: Iterable[str]) -> str:
     """Return a question for an error: whether one of these names was meant; may be empty."""
     near = difflib.get_close_matches(name, list(known))
     return f" Did you mean {' or '.join(near)}?" if near else ""
-
-
-# -- files that people write ---------------------------------------------------------------------
 
 
 def read_rows(path: Path, kind: Kind | None = None, *, may_be_lists: bool = False) -> list[Row]:
@@ -302,9 +296,6 @@ def _csv_rows(path: Path, take: Take) -> Found:
             if not names:
                 raise wrong from None
             take(source, wrong)
-
-
-# -- tables of datasets --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -197,9 +197,6 @@ class OneSet(RowMaker):
 StreamRow = tuple[RowMaker, Row]  # a row that was read and not yet converted
 
 
-# -- which rows of several sets are taken, and in which order -------------------------------------
-
-
 def check_mix(mix: Mix, num_sets: int, probabilities: Sequence[float] | None) -> None:
     """Refuse probabilities that do not belong to the sets."""
     if probabilities is None:
@@ -301,9 +298,6 @@ def held_out(order: numpy.ndarray, val_size: int | float, *, seed: int) -> numpy
         )
     generator = numpy.random.default_rng(derive_seed(seed, "val_size"))
     return numpy.sort(generator.permutation(rows)[:count])
-
-
-# -- datasets --------------------------------------------------------------------------------------
 
 
 class _MadeRows:

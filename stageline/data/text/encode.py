@@ -1,12 +1,10 @@
 """Rendered text -> token ids, with labels by character offsets. Knows neither images nor batches.
 
-The ids are those that the tokenizer makes of the whole text. A token that shares a character with
-a target piece is supervised: where " 7" is one token and "7" the answer, " 7" is. Only where text
-from the data turned into a special token, the text is tokenized run by run: special tokens of the
-template by their id, and the rest with a copy of the tokenizer that does not know them.
-
-Where the bytes of tokens are the bytes of the text, they show which characters a token covers:
-offsets would take a quarter of a tokenizer's time.
+A token that shares a character with a target piece is supervised: where " 7" is one token and "7"
+the answer, " 7" is. Only where text from the data turned into a special token, the text is
+tokenized run by run: special tokens of the template by their id, and the rest with a copy of the
+tokenizer that does not know them. The bytes of tokens show which characters a token covers, where
+they are those of the text: offsets would take a quarter of a tokenizer's time.
 """
 
 import itertools

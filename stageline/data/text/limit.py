@@ -1,12 +1,9 @@
 """Refuse, cut or drop a sample that is longer than the context.
 
-Image tokens are never cut, and answers only with `share`. A plain text, which has no answer, may
-lose its end.
-
-`share` divides the context between prompts and answers as LLaMA-Factory's cutoff_len does, number
-for number: a short answer stays whole and its prompt is cut, or the other way round, else both in
-proportion, each keeping its left part; pair after pair takes from what is left. Unlike
-LLaMA-Factory, only text from the data is cut.
+Image tokens are never cut, and answers only with `share`, which divides the context between prompts
+and answers as LLaMA-Factory's cutoff_len does, number for number: a short answer stays whole and
+its prompt is cut, or the other way round, else both in proportion; pair after pair takes from what
+is left. Unlike LLaMA-Factory, only text from the data is cut.
 """
 
 import warnings

@@ -1,8 +1,7 @@
 """Conversations as lists of turns made of pieces, from template samples and `messages` samples.
 
-chat.py renders turns with the model's own chat template. Some templates want arguments of calls as
-text, Mistral's wants ids of nine letters, and many know no tools: those get them in the system
-message, as Qwen2.5's template and Hermes write them.
+Some templates want arguments of calls as text, Mistral's wants ids of nine letters, and many know
+no tools: those get them in the system message, as Qwen2.5's template and Hermes write them.
 """
 
 import hashlib
@@ -216,9 +215,6 @@ def _row_named(sample: Mapping[str, Any]) -> Iterator[None]:
     except DataError as error:
         name = sample.get("source") or f"sample {sample.get('id', '?')}"
         raise DataError(f"{name}: {error}") from None
-
-
-# -- tools for templates that do not take them as they are ----------------------------------------
 
 
 def forms_of(
