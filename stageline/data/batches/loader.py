@@ -185,11 +185,7 @@ def _as_it_is(step: Any) -> Any:
 
 
 def example_micro_batch(
-    dataset: Any,
-    collate: Callable[[Sequence[Any]], MicroBatch],
-    num_rows: int,
-    *,
-    seed: int = 0,
+    dataset: Any, collate: Callable[[Sequence[Any]], MicroBatch], num_rows: int, *, seed: int = 0
 ) -> MicroBatch:
     """Return the longest of the first few micro-batches that a run with this seed would see.
 

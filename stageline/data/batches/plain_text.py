@@ -127,12 +127,7 @@ class CorpusRows(Dataset):
         return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
     def check(
-        self,
-        *,
-        processor: Any,
-        max_token_num: int,
-        vocab_size: int | None,
-        overlong: TextOverlong,
+        self, *, processor: Any, max_token_num: int, vocab_size: int | None, overlong: TextOverlong
     ) -> str:
         """Refuse a corpus that does not go with the run, and describe it."""
         header, known = self.corpus.header, self.corpus.header.tokenizer

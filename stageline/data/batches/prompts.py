@@ -18,12 +18,7 @@ from stageline.data.batches.batch import (
     render_sample,
     sample_name,
 )
-from stageline.data.batches.collate import (
-    Item,
-    collate_encoded,
-    collate_packed_sft,
-    encode_sft,
-)
+from stageline.data.batches.collate import Item, collate_encoded, collate_packed_sft, encode_sft
 from stageline.data.batches.collate_part import EncodedSample, all_encoded
 from stageline.data.text.encode import Encoded
 

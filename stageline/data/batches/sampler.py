@@ -41,25 +41,18 @@ class StepSampler:
 
     In training the rows left over at the end of an epoch are left out, or the last step is filled
     with the first rows of the epoch. In evaluation each row comes once, and None fills up the last
-    step.
-
-    Args:
-        step_samples: rows of one optimizer step of one replica.
-        shuffle: another order in each epoch; else that of the dataset.
-        eval: each row once, instead of whole steps.
-        pads: fills the last step of an epoch, as torch's DistributedSampler fills the last batch.
-        group_size: rows of a group; `num_samples` and `step_samples` are multiples of it.
+    step. `num_samples` and `step_samples` are multiples of `group_size`.
     """
 
     num_samples: int
     _: KW_ONLY
-    step_samples: int
+    step_samples: int  # rows of one optimizer step of one replica
     dp_rank: int = 0
     dp_degree: int = 1
     seed: int = 0
-    shuffle: bool = True
-    eval: bool = False
-    pads: bool = False
+    shuffle: bool = True  # another order in each epoch; else that of the dataset
+    eval: bool = False  # each row once, instead of whole steps
+    pads: bool = False  # fill the last step of an epoch, as torch's DistributedSampler does
     group_size: int = 1
 
     def __post_init__(self) -> None:

@@ -205,22 +205,17 @@ class StepMaker(Dataset):
     """One sample a row, padded to the longest of its micro-batch.
 
     A collate part without an `encode` gets the rows in the given order.
-
-    Args:
-        micro_batch_size: rows of a micro-batch; of sorted ones the mean.
-        seed: of random draws of rows and the collate part.
-        facts: micro-batch -> what a model reads off it on the host; goes into it.
     """
 
     dataset: Any
     _: KW_ONLY
     collate: Callable[[Sequence[Any]], MicroBatch]
-    micro_batch_size: int
+    micro_batch_size: int  # rows of a micro-batch; of sorted ones the mean
     dp_rank: int = 0
     is_sorted: bool = True
-    seed: int = 0
+    seed: int = 0  # of random draws of rows and the collate part
     group_size: int = 1
-    facts: Callable[[MicroBatch], MicroBatch] | None = None
+    facts: Callable[[MicroBatch], MicroBatch] | None = None  # what a model reads off on the host
 
     def __post_init__(self) -> None:
         self.part = as_collate_part(self.collate)
@@ -307,17 +302,12 @@ class PackedStepMaker(StepMaker):
     """Several samples a row. All replicas make the same number of micro-batches.
 
     `loss_packed_rows` has the rows of the dataset in a micro-batch; stages do not get it.
-
-    Args:
-        capacity: tokens of a row.
-        legal_counts: rounds a number of micro-batches up to one that the schedule can run.
-        agree: (step, number) -> the largest number of any replica. None: replicas do not
-            communicate, so the rows of all of them are encoded here.
     """
 
     _: KW_ONLY
-    capacity: int
-    legal_counts: Callable[[int], int]
+    capacity: int  # tokens of a row
+    legal_counts: Callable[[int], int]  # rounds micro-batches up to what the schedule can run
+    # (step, number) -> the largest of any replica; None: the rows of all are encoded here
     agree: Callable[[int, int], int] | None = None
 
     def __post_init__(self) -> None:

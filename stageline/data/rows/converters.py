@@ -295,11 +295,7 @@ def _convert_openai(row: FormattedRow) -> dict[str, Any]:
     return _with_label(messages, row)
 
 
-_CONVERT = {
-    "alpaca": _convert_alpaca,
-    "sharegpt": _convert_sharegpt,
-    "openai": _convert_openai,
-}
+_CONVERT = {"alpaca": _convert_alpaca, "sharegpt": _convert_sharegpt, "openai": _convert_openai}
 
 
 def _pair(row: FormattedRow, prompt: list[Message]) -> dict[str, Any]:

@@ -97,13 +97,11 @@ def render_chat(
     Args:
         for_generation: end with what the template puts before an answer.
         template_options: variables of the template, such as enable_thinking.
-        tools: descriptions of tools, for the template.
         source: the row, by its file and line.
 
     Raises:
         DataError: the template itself refuses the row (raise_exception).
-        UserError: there is no chat template, or it changes contents in a way that can't be
-            followed.
+        UserError: there is no chat template, or it changes contents.
     """
     template = ChatTemplate.of(processor)
     has_images = any(piece.is_image for turn in turns for piece in turn.pieces)
@@ -272,10 +270,7 @@ class _Chat:
         """Return what the template writes of the first `count` messages."""
         asks = self.for_generation if for_generation is None else for_generation
         return self.template(
-            writer.messages[:count],
-            tools=writer.tools,
-            options=self.options,
-            for_generation=asks,
+            writer.messages[:count], tools=writer.tools, options=self.options, for_generation=asks
         )
 
 

@@ -83,13 +83,9 @@ def token_kinds(
 
 
 def _kind(piece: Piece) -> int:
-    return (
-        (_USER if piece.is_user else _FIXED)
-        | (_TARGET | _ANSWER if piece.is_target else 0)
-        | (_MARKED if piece.is_marked else 0)
-        | (_ANSWER if piece.is_answer else 0)
-        | (_IMAGE if piece.is_image else 0)
-    )
+    is_answer = piece.is_target or piece.is_answer
+    own = (piece.is_user, not piece.is_user, piece.is_target, piece.is_marked, is_answer)
+    return sum(flag << place for place, flag in enumerate((*own, piece.is_image)))
 
 
 @dataclass(frozen=True)

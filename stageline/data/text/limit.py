@@ -132,7 +132,7 @@ def limit_length(
     pad_token_id: int = 0,
     warn: bool = True,
 ) -> Encoded:
-    """Bring one sample to at most `max_token_num` tokens.
+    """Bring one sample to at most `max_token_num` tokens; say so once per way with `warn`.
 
     Args:
         overlong: `error` refuses a longer sample. `cut_prompt` takes text from the data out of
@@ -140,10 +140,6 @@ def limit_length(
             cuts the ends of prompts and answers; what would have nothing to learn then is
             dropped. `drop` puts a row without labels in its place, so that the number of rows
             stays. `cut` keeps the beginning of plain text, without EOS.
-        warn: say so (once per way) when a sample is changed.
-
-    Raises:
-        DataError: the sample is too long and may not, or cannot, be cut.
     """
     if len(encoded) <= max_token_num:
         return encoded

@@ -71,7 +71,7 @@ class Conversation(Rendered):
     ) -> "Conversation":
         """Return the conversation of some turns, with their pieces."""
         pieces = tuple(piece for turn in turns for piece in turn.pieces)
-        given = {"is_chat": True, "for_generation": for_generation}
+        given: dict[str, Any] = {"is_chat": True, "for_generation": for_generation}
         return cls(pieces, turns=tuple(turns), tools=tuple(tools), **given)
 
 

@@ -115,11 +115,7 @@ def add_new_tokens(
 ) -> NewTokens:
     """Add tokens to a processor, in place; one that is there already stays.
 
-    Args:
-        weights_processor: processor of the folder with the weights, if it is another one.
-
-    Raises:
-        UserError: a text is a special token, or a part of the vocabulary that was trained.
+    `weights_processor` is that of the folder with the weights, if it is another one.
     """
     tokenizer = get_tokenizer(processor)
     known = _known(tokenizer, texts)
@@ -138,11 +134,7 @@ def add_new_tokens(
 
 
 def with_rowless(
-    processor: Any,
-    tokens: NewTokens | None,
-    num_rows: int,
-    *,
-    weights_processor: Any | None = None,
+    processor: Any, tokens: NewTokens | None, num_rows: int, *, weights_processor: Any | None = None
 ) -> NewTokens | None:
     """Return the tokens and all others of the tokenizer without a row of their own in `num_rows`.
 
