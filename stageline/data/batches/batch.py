@@ -189,12 +189,9 @@ def add_image_inputs(
     names: Sequence[str],
     with_pixels: bool,
 ) -> None:
-    """Add a model's inputs besides token ids, in place.
+    """Add a model's inputs besides token ids, in place; `images` and `names` are of each row.
 
-    Args:
-        images: of each row.
-        names: of each row, for errors.
-        with_pixels: also decode the images; only the first stage needs that.
+    Images are decoded with `with_pixels`; only the first stage needs that.
     """
     expander = ImageExpander.of(processor)
     if expander is None:

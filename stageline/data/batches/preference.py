@@ -151,8 +151,8 @@ class WithOthers(Subset):
 def encode_answer(images: Images, sample: Sample, **common: Any) -> EncodedSample:
     """Encode one answer; `common` as of `encode_sft`.
 
-    With a sample that brings another row (`WithOthers`), its prompt with that row's answer, cut at
-    the end where it is too long, is among `others`.
+    With a sample that brings another row (`WithOthers`), `others` has its prompt with that row's
+    answer, cut at the end where it is too long.
     """
     encoded = encode_sft(images, sample, encode=_encode_last, **common)
     if OTHER not in sample:

@@ -112,9 +112,7 @@ class ImageExpander:
         """Return the expander of this processor; None for a tokenizer."""
         if get_image_processor(processor) is None:
             return None
-        if processor not in cls._known:
-            cls._known[processor] = cls(processor)
-        return cls._known[processor]
+        return cls._known.get(processor) or cls._known.setdefault(processor, cls(processor))
 
     def use(self, settings: ImageSettings) -> None:
         """Take limits; call it after the processor was changed, too."""

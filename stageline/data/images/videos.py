@@ -65,12 +65,7 @@ def with_videos(
 def read_frames(
     video: str | Sequence[str], *, folders: ImageFolders, num_frames: int, source: str
 ) -> list[Image.Image]:
-    """Return at most `num_frames` frames of a video.
-
-    Args:
-        video: name of a folder of images or of a file, or the names of the frames.
-        source: the row, for errors.
-    """
+    """Return at most `num_frames` frames of a video: of a folder of images, a file, or a list."""
     if num_frames < 1:
         raise UserError(f"num_frames is {num_frames}. Give at least 1: a video becomes images.")
     names: list[str] = []

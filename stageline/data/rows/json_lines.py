@@ -189,27 +189,20 @@ class PromptRows(RowsDataset):
     """Prompts, one a sample; the answer is empty unless the row has one.
 
     A row is {"question": ...} (or prompt, or instruction and input) with "image" if there is one,
-    or {"messages": [...]}. Its `id` is its own, or made of its place and its content, so that a
-    prompt that was changed is answered again.
-
-    Args:
-        texts: the prompts themselves.
-        path: a file of prompts: .jsonl or .json with rows; any other has one prompt a line.
+    or {"messages": [...]}; files but .jsonl and .json have one prompt a line. The `id` is its
+    own, or made of its place and content, so that a prompt that was changed is answered again.
     """
 
     def __init__(self, texts: Sequence[str] = (), *, path: str | Path | None = None) -> None:
         rows = [Row(text, f"`text` {place}", place) for place, text in enumerate(texts, start=1)]
-        self._name = "text"
-        roots: list[Path] = []
-        if path is not None:
-            file = Path(path)
-            self._name = file.stem
-            roots = [file.parent, file.parent / "images"]
-            if file.suffix in (".jsonl", ".json"):
-                rows += read_rows(file)
-            else:
-                lines = read_rows(file, "text")
-                rows += [Row(row.data["text"].strip(), row.source, row.number) for row in lines]
+        file = None if path is None else Path(path)
+        self._name = "text" if file is None else file.stem
+        if file is not None and file.suffix in (".jsonl", ".json"):
+            rows += read_rows(file)
+        elif file is not None:
+            lines = read_rows(file, "text")
+            rows += [Row(row.data["text"].strip(), row.source, row.number) for row in lines]
+        roots = [] if file is None else [file.parent, file.parent / "images"]
         super().__init__(rows, image_roots=roots)
 
     def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:

@@ -155,8 +155,8 @@ class RowsDataset:
 def data_fingerprint(dataset: Any) -> str | None:
     """Return the fingerprint of a dataset; None where its part offers none.
 
-    A dataset part may offer `fingerprint() -> str`: equal for equal rows in the same order, in
-    whatever folder, and another one when a row or a file changes. Keep it cheap.
+    It may offer `fingerprint() -> str`: equal for equal rows in the same order, in whatever folder,
+    and another one when a row or a file changes. Keep it cheap.
     """
     if isinstance(dataset, Subset):
         inner, more = data_fingerprint(dataset.dataset), dataset.indices

@@ -49,13 +49,9 @@ KEPT = 4096  # rows that were read last, at least: a step asks for its rows in a
 _HEAD = 1 << 16  # bytes at both ends of a file that its fingerprint is made of
 _VERSION = 1  # of how rows are drawn and converted
 _TYPE_OF_KEY: dict[str, type] = {
-    "file_name": str,
-    "formatting": str,
-    "ranking": bool,
-    "columns": dict,
-    "tags": dict,
-    "num_samples": int,
-    "split": str,
+    **dict.fromkeys(("file_name", "formatting", "split"), str),
+    **dict.fromkeys(("columns", "tags"), dict),
+    **{"ranking": bool, "num_samples": int},
 }
 
 
@@ -154,11 +150,9 @@ class RowMaker(RowsDataset):
         super().__init__([], image_roots=roots, num_frames=num_frames)
 
     def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
-        sample = dict(self._convert(row.data, row.source))
         own = row.data.get("id")
-        is_named = isinstance(own, str | int)
-        sample["id"] = str(own) if is_named else f"{self.info.name}-{row.number}"
-        sample["group"] = self.info.name
+        name = str(own) if isinstance(own, str | int) else f"{self.info.name}-{row.number}"
+        sample = {**self._convert(row.data, row.source), "id": name, "group": self.info.name}
         return image_names(row.source, sample), sample
 
     def settings(self) -> str:
@@ -286,7 +280,7 @@ def held_out(order: numpy.ndarray, val_size: int | float, *, seed: int) -> numpy
     """Return the `val_size` rows of `order` (below 1: a share), each once, kept for evaluation."""
     rows = numpy.unique(order)
     is_share = isinstance(val_size, float)
-    if (is_share and not 0 < val_size < 1) or (not is_share and val_size < 1):
+    if not (0 < val_size < 1 if is_share else val_size >= 1):
         raise UserError(
             f"`dataset.val_size` is {val_size}. Give a number of rows, or a share between 0 and 1."
         )

@@ -143,10 +143,7 @@ class _Writer:
 
     These are all contents but tags such as <think>, which templates look for, reasoning, names and
     texts of tool calls, and whatever else could become a special token. Empty texts stay: templates
-    ask whether there is one.
-
-    Args:
-        put: (number, text) -> what stands in its place.
+    ask whether there is one. `put` returns what stands in place of (number, text).
     """
 
     def __init__(self, chat: "_Chat", form: Form, put: Callable[[int, str], str]) -> None:
@@ -310,13 +307,11 @@ class _Finder:
 
     def __init__(self, chat: _Chat, form: Form) -> None:
         self.chat, self.template, self.turns = chat, chat.template, chat.turns
-        self.writer = _Writer(
-            chat,
-            form,
-            lambda number, text: (
-                f"{_OPEN}{number}{_BEGIN}{text.strip().translate(_NO_MARKS)}{_CLOSE}"
-            ),
-        )
+
+        def marked(number: int, text: str) -> str:
+            return f"{_OPEN}{number}{_BEGIN}{text.strip().translate(_NO_MARKS)}{_CLOSE}"
+
+        self.writer = _Writer(chat, form, marked)
         self.texts = self.writer.texts
         self.full = chat.render(self.writer)
         self.bare = _bare(self.full)
@@ -464,9 +459,7 @@ class _Finder:
     def _end(self, number: int, upto: str | None, after: int) -> int:
         """Return the place behind the end-of-turn token; without one, behind the text.
 
-        Args:
-            upto: the messages up to this one.
-            after: the end of its last text.
+        `upto` are the messages up to this one, `after` is the end of its last text.
         """
         has_calls = bool(self.turns[number].tool_calls)
         rest = _PLACE.split(self.bare[after:], maxsplit=1)[0]

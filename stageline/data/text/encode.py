@@ -32,9 +32,8 @@ Kinds = numpy.ndarray  # of each token: the bits of the pieces that it touches
 def structural_tokens(processor: Any) -> set[str]:
     """Return added tokens that the chat template writes around the turns of a plain conversation.
 
-    Some tokenizers add "<|user|>" as an ordinary token. In text from the data it would still begin
-    a turn, so it is treated like a special one. `<think>` and tool tags are not: answers hold them.
-    So the last turn is the user's: before an answer some templates write such tags.
+    Some tokenizers add "<|user|>" as an ordinary token, which would begin a turn in text from the
+    data. `<think>` and tool tags stay ordinary, so no answer is last: templates write them there.
     """
     tokenizer = get_tokenizer(processor)
     added = {
@@ -60,13 +59,10 @@ def structural_tokens(processor: Any) -> set[str]:
 def token_kinds(
     spans: Sequence[tuple[int, int, Piece]], starts: numpy.ndarray, ends: numpy.ndarray
 ) -> Kinds:
-    """Return which kinds of pieces each token of a text touches; all tokens at once.
+    """Return which kinds of pieces each token (from `starts` to `ends`) of a text touches.
 
-    A token across a border touches the pieces on both sides, one of no characters none.
-
-    Args:
-        spans: (start, end, piece), one behind the other.
-        starts, ends: of each token, in characters.
+    A token across a border touches the pieces on both sides, one of no characters none. `spans` are
+    (start, end, piece), one behind the other.
     """
     full = [span for span in spans if span[0] < span[1]]
     kinds = [_kind(piece) for _, _, piece in full]

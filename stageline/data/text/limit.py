@@ -16,7 +16,6 @@ from stageline.data.text.encode import Encoded
 from stageline.errors import DataError
 
 ChatOverlong = Literal["error", "cut_prompt", "share", "drop"]
-PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair keep the same prompt
 TextOverlong = Literal["error", "cut", "drop"]
 Overlong = ChatOverlong | TextOverlong
 DROPPING = ("drop", "share")  # choices that may leave nothing of a sample
@@ -50,11 +49,8 @@ def share_places(encoded: Encoded, budget: int) -> list[int] | None:
     """Return which tokens are kept of a sample that is longer than `budget`.
 
     Pairs come in order; where only the last answer is in the loss, from the last one backwards, and
-    earlier ones get what is left. A cut answer loses the token that ends its turn, as in
-    LLaMA-Factory.
-
-    Returns:
-        Places in order; None where no supervised token or not all images would be left.
+    earlier ones get what is left. A cut answer loses the token that ends its turn. None: no
+    supervised token or not all images would be left.
     """
     if not encoded.is_text:  # made elsewhere: its answers are not known to be text
         encoded = replace(encoded, is_text=encoded.is_cuttable)

@@ -66,9 +66,8 @@ def compose_processor(
 ) -> Any:
     """Return a processor of transformers' class `class_name`, without a video processor.
 
-    Args:
-        video_config: settings of the video processor, to be kept when saving.
-        options: further arguments of the class, such as image_seq_length.
+    `video_config` are the settings of the video processor, to be kept when saving; `options` are
+    further arguments of the class, such as image_seq_length.
     """
     import transformers
 
@@ -89,9 +88,6 @@ def compose_processor(
 
 def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Return the processor of a vision-language model, or the tokenizer of a text model.
-
-    Args:
-        path: a folder that `save_pretrained` of transformers or `save_processor` wrote.
 
     Raises:
         UserError: the folder holds neither, or what it holds cannot be loaded, or it would run

@@ -61,11 +61,9 @@ def fill_parts(
     """Yield the pieces of one sample.
 
     An image place without an image is removed, with one line break after it. Text of the template
-    after the answer is in the loss too, so that the model gets through it to the end.
-
-    Args:
-        for_generation: stop before the answer; spaces before it go too, since tokenizers put a
-            space and the word after it into one token.
+    after the answer is in the loss too, so that the model gets through it to the end. For
+    generation spaces before the answer go too: tokenizers put a space and the word after it into
+    one token.
     """
     num_images, num_places = sample.get("num_images"), sum(part.slot == IMAGE for part in parts)
     # one [IMAGE] stands for all images of a sample; several for one each
