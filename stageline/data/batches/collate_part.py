@@ -25,7 +25,7 @@ class EncodedSample:
 
     images: Images  # decoded only when the micro-batch is made, and only where pixels are needed
     sample: Sample
-    rows: Sequence[Encoded]  # of legal length; or the segments of its one row
+    rows: Sequence[Encoded]  # rows of legal length; or the segments of its one row
     length: int  # tokens of its longest row, by which samples are sorted and packed
     whole: Sequence[Encoded]  # `rows` before they were cut or dropped
     others: Sequence[Encoded] = ()  # additional rows that a loss requires

@@ -213,9 +213,11 @@ class StepMaker(Dataset):
     micro_batch_size: int  # rows of a micro-batch; of sorted ones the mean
     dp_rank: int = 0
     is_sorted: bool = True
-    seed: int = 0  # of random draws of rows and the collate part
+    seed: int = 0  # seeds random draws of rows and the collate part
     group_size: int = 1
-    facts: Callable[[MicroBatch], MicroBatch] | None = None  # what a model reads off on the host
+    facts: Callable[[MicroBatch], MicroBatch] | None = (
+        None  # values that a model reads off on the host
+    )
 
     def __post_init__(self) -> None:
         self.part = as_collate_part(self.collate)

@@ -78,7 +78,7 @@ def make_tags(formatting: str, own: Mapping[str, str] | None = None) -> Tags:
 
 OPENAI_TAGS = make_tags("openai")
 SHAREGPT_TAGS = make_tags("sharegpt")
-PLAIN_TAGS = Tags("role", "content", {})  # of messages that go into a template, of any role
+PLAIN_TAGS = Tags("role", "content", {})  # messages that go into a template have any role
 
 
 def read_messages(value: Any, tags: Tags, *, column: str) -> list[Message]:

@@ -83,7 +83,7 @@ def make_converter(
         own = {name: column for name, column in columns.items() if name in {*text, *shared}}
         own |= {} if messages is None else {"messages": messages}
         named = frozenset(name for name, column in own.items() if column)
-        if named.intersection(_text_names(_TEXT_COLUMNS)):  # those that are not named do not exist
+        if named.intersection(_text_names(_TEXT_COLUMNS)):  # the others do not exist
             text = dict.fromkeys(text)
         return functools.partial(
             FormattedRow,

@@ -439,7 +439,7 @@ class _Finder:
         before = self._beginning(number, for_generation=True) if number else None
         if before is None:
             return first
-        # what stands between the last text before the answer and its first one
+        # the template's text between the last text before the answer and its first one
         written, asked = (
             _PLACE.split(text)[-2:] if _PLACE.search(text) else ["", text]
             for text in (self.bare[:first], before)

@@ -26,7 +26,7 @@ from stageline.errors import DataError, UserError
 
 _USER, _FIXED, _TARGET, _MARKED, _ANSWER, _IMAGE = (1 << place for place in range(6))
 Offsets = Sequence[tuple[int, int]]
-Kinds = numpy.ndarray  # of each token: the bits of the pieces that it touches
+Kinds = numpy.ndarray  # each token's bits of the pieces that it touches
 
 
 def structural_tokens(processor: Any) -> set[str]:

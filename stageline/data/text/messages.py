@@ -171,7 +171,7 @@ def _from_messages(sample: Mapping[str, Any]) -> list[Turn]:
 
 
 def _turn(place: str, message: Any) -> Turn:
-    if isinstance(message, dict) and message.keys() == {"role", "content"}:  # as nearly all are
+    if isinstance(message, dict) and message.keys() == {"role", "content"}:  # nearly all are plain
         role, content = message["role"], message["content"]
         if role in ("user", "assistant", "system") and isinstance(content, str):
             is_answer = role == "assistant"

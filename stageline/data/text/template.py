@@ -47,7 +47,7 @@ def parse_template(prompt: str) -> list[TemplatePart]:
     target = "ANSWER" if "ANSWER" in slots else slots[-1] if slots else ""
     if target not in _TARGETS or slots.count(target) > 1:
         raise UserError(
-            f"the template {prompt!r} needs one place for what is learnt. Write [ANSWER] once into "
+            f"the template {prompt!r} needs one place for the answer. Write [ANSWER] once into "
             "the `prompt`, or [CAPTION] or [TEXT] at its end."
         )
     return [
