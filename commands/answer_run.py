@@ -351,7 +351,7 @@ def prepare(
     tiling = Tiling(**arguments.run.images.tiling())
     prepare_texts(arguments.parts["prompt_fn"], processor, model)
     prepare_images(processor, images, tiling)
-    if tiling.is_given and config is not None:
+    if tiling != Tiling() and config is not None:
         match_config(config, processor)
 
 

@@ -96,7 +96,7 @@ def stage_builder(arguments: TrainArguments, *, images: Any = None) -> StageBuil
         partition=run.partition if isinstance(run.partition, list) else None,
         trust_remote_code=run.trust_remote_code,
         options=options,
-        images=images if Tiling(**run.images.tiling()).is_given else None,
+        images=images if Tiling(**run.images.tiling()) != Tiling() else None,
     )
 
 

@@ -222,9 +222,9 @@ def pack_rows(rows: Sequence[Sequence[Encoded]], **widths: Any) -> MicroBatch:
     """
     joined = []
     for row in rows:
-        parts = [(sample.input_ids, sample.is_target) for sample in row]
-        columns = [numpy.concatenate(part) for part in zip(*parts, strict=True)] or [[], []]
-        joined.append(Encoded(*columns, []))  # type: ignore[arg-type]  # arrays, not lists
+        parts: list[Any] = [(sample.input_ids, sample.is_target) for sample in row] or [([], [])]
+        ids, targets = (numpy.concatenate(part) for part in zip(*parts, strict=True))
+        joined.append(Encoded(ids, targets, []))  # type: ignore[arg-type]  # arrays, not lists
     batch = pad_rows(joined, min_width=_EMPTY_ROW, **widths)
     labels_BT = batch["labels"]
     positions_BT = torch.zeros_like(labels_BT)

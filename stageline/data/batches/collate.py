@@ -102,7 +102,7 @@ def pack_encoded(rows: Sequence[Sequence[EncodedSample]], **common: Any) -> Micr
 
 def row_options(
     *, pad_token_id: int, max_token_num: int, pad_to_multiple_of: int = 1, **common: Any
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Return the arguments of `pad_rows` and `pack_rows`."""
     return {
         "pad_token_id": pad_token_id,

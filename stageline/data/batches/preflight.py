@@ -132,9 +132,10 @@ def preflight(
     if has_end and not bad_rows.limit and len(rows) > limit:
         rows = sorted(random.Random(seed).sample(rows, limit))
     if encode is None:
-        limits: dict[str, Any] = {"max_token_num": max_token_num, "overlong": overlong}
-        more = {"processor": processor, "pad_token_id": 0, "stage": 1}
-        encode = functools.partial(encode_sft, **texts, **limits, **more)
+        texts |= {"processor": processor, "pad_token_id": 0, "stage": 1}
+        texts |= {"max_token_num": max_token_num, "overlong": overlong}
+        as_one_row: Callable[..., EncodedSample] = encode_sft
+        encode = functools.partial(as_one_row, **texts)
     expander = ImageExpander.of(processor)
     max_pixels = (ImageSettings() if expander is None else expander.settings).max_pixels
     report = PreflightReport(len(dataset) if has_end else None, overlong)

@@ -98,8 +98,8 @@ def find_files(place: str, *, option: str = "`dataset_path`") -> SetFiles:
         names = sorted(paths[0].name for paths in by_kind.values())
         what = f"has files of {len(names)} kinds: {', '.join(names)}"
         if not names:
-            there = ", ".join(item.name for item in found[:8]) or "nothing"
-            what = f"names no file of rows; it has {there}"
+            seen = ", ".join(item.name for item in found[:8]) or "nothing"
+            what = f"names no file of rows; it has {seen}"
         raise UserError(
             f"{option} {place} {what}. Give files of one kind, which end in one of "
             f"{' '.join(KIND_OF_SUFFIX)}."
