@@ -217,8 +217,7 @@ def pack_rows(rows: Sequence[Sequence[Encoded]], **widths: Any) -> MicroBatch:
     The samples of a row follow each other and none sees another: positions restart at each, and
     each stage builds its block-diagonal mask from them. `sample_ids` counts the samples of a row,
     -1 is padding; their presence tells a stage that the batch is packed. Padding has position 0
-    throughout: each such token is a sample of its own. An empty row is padding only. `widths` are
-    as for `pad_rows`.
+    throughout: each such token is a sample of its own. `widths` are as for `pad_rows`.
     """
     joined = []
     for row in rows:

@@ -147,6 +147,9 @@ class WithOthers(Subset):
         images, sample = self.dataset[row]
         return images, {**sample, OTHER: self.dataset[(row - 1) % len(self)]}
 
+    def __getitems__(self, rows: list[int]) -> list[tuple[Images, Sample]]:  # torch requires it
+        return [self[row] for row in rows]
+
 
 def encode_answer(images: Images, sample: Sample, **common: Any) -> EncodedSample:
     """Encode one answer; `common` as of `encode_sft`.

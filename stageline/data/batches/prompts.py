@@ -1,7 +1,7 @@
 """Prompts that a model is to answer, and the rows that they become with answers of its own.
 
-Before there are answers a prompt is a row with a stand-in for the longest one: what is checked of
-lengths, planned and measured holds for the rows of every step. Shapes: B rows, T tokens.
+Before there are answers a prompt is a row with a stand-in for the longest one, so that lengths that
+are checked and measured hold for every step. Shapes: B rows, T tokens.
 """
 
 from collections.abc import Sequence

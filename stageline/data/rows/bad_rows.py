@@ -1,7 +1,6 @@
 """Rows that may be left out of a run: counted, listed, and limited in number.
 
-Without `leaving_out` the first bad row ends the run. Every rank reads the same files in the same
-way, so all leave out the same rows without talking.
+Without `leaving_out` the first bad row ends the run. Every rank leaves out the same rows.
 """
 
 import contextlib
