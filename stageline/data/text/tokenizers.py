@@ -1,8 +1,8 @@
 """A copy of a fast tokenizer to which special tokens are plain text; and tokens that are added.
 
 The copy is for text from the data: "<|im_end|>" in it becomes the characters < | i m ..., never
-the token. Tokens are added as ordinary ones, which stay in decoded text; `modules/new_rows.py` makes
-their rows in the model.
+the token. Tokens are added as ordinary ones, which stay in decoded text; their rows in the model
+are made in `modules/new_rows.py`.
 """
 
 import json
