@@ -113,7 +113,7 @@ def _read_entry(name: str, entry: Any, path: Path) -> SetInfo:
                 f"Known keys are {', '.join(_TYPE_OF_KEY)}; a set of the hub is written as "
                 f'"file_name": "{PREFIX}owner/name".'
             )
-        if type(value) is not _TYPE_OF_KEY[key] or (key == "num_samples" and int(value) < 1):
+        if type(value) is not _TYPE_OF_KEY[key] or (key == "num_samples" and options[key] < 1):
             kind = "number from 1" if key == "num_samples" else _TYPE_OF_KEY[key].__name__
             raise UserError(f"{place} has {key} {value!r}. Give a {kind}, or leave it out.")
     file = options.pop("file_name", None)
