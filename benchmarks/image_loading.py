@@ -29,7 +29,7 @@ from PIL import Image
 from dataset import sft
 from prompt_fn import auto, fill
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.images.image_settings import ImageSettings, using_images
+from stageline.data.images.image_files import ImageSettings
 from stageline.data.images.tiling import Tiling, prepare_images
 from stageline.data.rows.json_lines import JsonLines
 from stageline.data.text.processor import compose_processor
@@ -85,8 +85,7 @@ def run_epoch(folder: str, stage: int, num_workers: int, seconds: float, results
     processor = real_tiles()
     images = ImageSettings()
     prepare_images(processor, images, Tiling())
-    with using_images(images):
-        dataset = JsonLines(dataset_path=f"{folder}/rows.jsonl", test_size=0)
+    dataset = JsonLines(dataset_path=f"{folder}/rows.jsonl", test_size=0)
     collate = functools.partial(
         sft,
         prompt="[IMAGE]\n[QUESTION]\n[ANSWER]",

@@ -19,7 +19,7 @@ from options.parts import takes
 from parse_args import Arguments, save_config
 from stageline.checkpoint.plain_folder import folder_facts, plain_folder
 from stageline.data.batches.batch import encode_sample
-from stageline.data.images.image_settings import ImageSettings, using_images
+from stageline.data.images.image_files import ImageSettings
 from stageline.data.images.tiling import Tiling, match_config, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.text.chat import stop_ids_with
@@ -228,7 +228,7 @@ def answer_samples(
 
     # the samples
     images = ImageSettings(**run.images.limits())
-    with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
+    with leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
         dataset = open_dataset()
     rows = range(min(len(dataset), run.limit or len(dataset)))
     check_ids(dataset, rows)
@@ -345,7 +345,7 @@ def prepare(
     tiling = Tiling(**config.run.images.tiling())
     prepare_texts(config.parts["prompt_fn"], processor, model)
     prepare_images(processor, images, tiling)
-    if tiling.is_given and model_config is not None:
+    if tiling != Tiling() and model_config is not None:
         match_config(model_config, processor)
 
 

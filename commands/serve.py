@@ -58,7 +58,7 @@ def main() -> int:
     # the process that starts the others needs none of these
     from commands.answer_run import prepare
     from commands.decode_run import open_decoding
-    from stageline.data.images.image_settings import ImageSettings
+    from stageline.data.images.image_files import ImageSettings
     from stageline.serving.app import make_app, serve_until
     from stageline.serving.prompts import PromptMaker
     from stageline.serving.service import Service

@@ -39,8 +39,8 @@ from stageline.data.batches.sampler import (
     some_rows,
     whole_groups,
 )
-from stageline.data.batches.step_maker import make_dataset, padding_argument
-from stageline.data.images.image_settings import ImageSettings, using_images
+from stageline.data.batches.step_maker import make_dataset
+from stageline.data.images.image_files import ImageSettings
 from stageline.data.images.tiling import Tiling, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.text.processor import get_pad_token_id, get_tokenizer, load_processor
@@ -132,20 +132,21 @@ class Data:
         make = functools.partial(make_dataset, part, dataset_path=run.dataset_path)
         self.bad_rows = BadRows(run.skip_bad_rows)
         self.vocab_size: int | None = None
-        with leaving_out(self.bad_rows), using_images(images):
+        with leaving_out(self.bad_rows):
             self.train = make(split="train")
             self.test = make(split="test") if run.eval_samples else None
         if self.test is not None and run.eval_samples != "all":
             self.test = some_rows(self.test, run.eval_samples)
         collate = parts["collate_fn"]
         self.texts = texts_of(parts)
+        multiple = run.rows.pad_to_multiple_of
         options = {
             **self.texts,
             "processor": self.processor,
             "pad_token_id": self.pad_token_id,
             "max_token_num": run.max_token_num,
             "num_stages": run.num_stages,
-            **padding_argument(collate.part, run.rows.pad_to_multiple_of),
+            **({"pad_to_multiple_of": multiple} if multiple > 1 else {}),
             **(handed_to("collate_fn", run) if collate.facts.gives_prompts else {}),
             **collate.kwargs,
         }

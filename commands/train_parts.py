@@ -36,8 +36,8 @@ from options.train import RunConfig, attention_arguments, check_attention_device
 from parse_args import TrainArguments, save_config
 from stageline.checkpoint.layout import Ranks
 from stageline.contracts import call, check_call
+from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
-from stageline.data.batches.preflight import check_encode
 from stageline.data.batches.prompts import prompt_of
 from stageline.data.batches.sampler import group_size_of
 from stageline.data.batches.step_maker import PromptMaker, read_row
@@ -93,7 +93,7 @@ def stage_builder(config: TrainArguments, *, images: Any = None) -> StageBuilder
         partition=run.partition if isinstance(run.partition, list) else None,
         trust_remote_code=run.trust_remote_code,
         options=options,
-        images=images if Tiling(**run.images.tiling()).is_given else None,
+        images=images if Tiling(**run.images.tiling()) != Tiling() else None,
     )
 
 
@@ -109,7 +109,8 @@ def check_parts(config: TrainArguments, data: Data) -> None:
         rows = range(min(2 * group_size_of(data.train), len(data.train)))
         samples = [read_row(data.train, row) for row in rows]
         collate = functools.partial(data.collate, stage=min(1, (config.run.num_stages or 1) - 1))
-        batch = collate([check_encode(collate, sample) for sample in samples])
+        encode = as_collate_part(collate).encode
+        batch = collate([encode(*sample) if encode else sample for sample in samples])
     if config.parts["loss_fn"].facts.samples_answers:
         batch = with_stand_ins(batch)
     problem = check_loss(

@@ -25,7 +25,7 @@ from stageline.data.batches.batch import (
     pad_rows,
     sample_name,
 )
-from stageline.data.images.image_settings import ImageSettings
+from stageline.data.images.image_files import ImageSettings
 from stageline.data.images.images import ImageExpander
 from stageline.data.text.chat import render_chat
 from stageline.data.text.chat_template import template_of

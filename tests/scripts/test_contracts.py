@@ -81,8 +81,8 @@ def test_a_run_ends_with_the_code_of_what_is_wrong(job):
 
 
 PARTS = [  # options, kind of part, its name, file, what came
-    ("--dataset row_is_swapped", "dataset", "RowIsSwapped", DATA, "the sample before the images"),
-    ("--dataset row_has_one_image", "dataset", "RowHasOneImage", DATA, "one image (Image)"),
+    ("--dataset row_is_swapped", "dataset", "RowIsSwapped", DATA, "as its sample"),
+    ("--dataset row_has_one_image", "dataset", "RowHasOneImage", DATA, "as its images"),
     ("--dataset makes_none", "dataset", "makes_none", DATA, "returned None"),
     ("--dataset has_no_len", "dataset", "HasNoLen", DATA, "has no __len__"),
     ("--prompt-fn takes_one", "prompt_fn", "takes_one", DATA, "signature (sample)"),

@@ -77,6 +77,7 @@ def test_system_message_and_template_options():
     ("template", "reason"),
     [
         (CHATML.replace("| trim", "| length"), "changes"),
+        (CHATML.replace("| trim", "| upper"), "changes"),
         ("{{ raise_exception('no system please') }}", "no system please"),
     ],
 )
@@ -84,13 +85,6 @@ def test_a_template_that_cannot_be_followed(template, reason):
     tokenizer = tiny_tokenizer(chat_template=template)
     with pytest.raises(UserError, match=reason):
         chat({"question": "q", "answer": "ab"}, QA, processor=tokenizer)
-
-
-def test_contents_that_a_template_changes_are_followed():
-    tokenizer = tiny_tokenizer(chat_template=CHATML.replace("| trim", "| upper"))
-    rendered = chat({"question": " q ", "answer": " ab"}, QA, processor=tokenizer)
-    assert _learnt(tokenizer, rendered) == " AB<|im_end|>"
-    assert [piece.text for piece in rendered if piece.is_user] == [" Q ", " AB"]
 
 
 @pytest.mark.parametrize("system", [5, "Be short."])

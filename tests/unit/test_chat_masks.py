@@ -150,7 +150,7 @@ def test_what_was_found_out_is_given_up_when_the_template_writes_something_else(
     (key,) = template.layouts
     kept = template.layouts[key]
     segments = (kept.segments[0].__class__("Yesterday"), *kept.segments)
-    template.layouts[key] = kept.__class__("Yesterday" + kept.bare, segments)
+    template.layouts[key] = kept.__class__(segments)
     assert learnt(chat(ROW, "", processor=tokenizer)) == "Seven<|im_end|>Yes<|im_end|>"
 
 

@@ -11,8 +11,7 @@ from options.fields import OptionError
 from parse_args import parse_evaluate_args
 from register import import_shelf
 from stageline.data.batches.batch import encode_sample
-from stageline.data.images.image_files import ImageFolders
-from stageline.data.images.image_settings import ImageSettings, using_images
+from stageline.data.images.image_files import ImageFolders, ImageSettings
 from stageline.data.images.images import ImageExpander
 from stageline.data.images.tiling import Tiling, apply_tiling, match_config, prepare_images
 from stageline.data.text.processor import load_processor, save_processor
@@ -115,7 +114,7 @@ def test_pixels_of_qwen(options, tmp_path):
     [
         ("llava", {"max_tiles": 2}, "same number of tiles"),
         ("qwen2_5_vl", {"max_tiles": 2}, "--images.max_pixels"),
-        ("internvl", {"max_pixels": 9999}, "use --images.max_tiles"),
+        ("internvl", {"max_pixels": 9999}, "--images.max_tiles"),
         ("idefics3", {"min_tiles": 2}, "no least number"),
         ("llava_next", {"min_tiles": 3, "max_tiles": 3}, "grids of 2, 4 tiles"),
         ("qwen2_5_vl", {"max_pixels": 9}, "--images.min_pixels and --images.max_pixels"),
@@ -160,13 +159,15 @@ def test_the_model_of_llava_next_counts_as_its_processor():
 
 def test_an_image_above_the_limit_is_refused_with_row_file_and_size(tmp_path):
     Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
-    with using_images(ImageSettings(max_pixels=1199)):
-        folders = ImageFolders([tmp_path])
+    image = ImageFolders([tmp_path]).open("a.png", source="rows:7")
+    rendered = Rendered((Piece("<image>", is_image=True),), is_chat=True)
+    processor = tiny_processor("llava")
+    prepare_images(processor, ImageSettings(max_pixels=1199), Tiling())
     with pytest.raises(DataError, match=r"rows:7: .*a\.png of 40 x 30 .*1200 pixels") as caught:
-        folders.open("a.png", source="rows:7")
+        encode_sample(rendered, [image], processor=processor, name="rows:7")
     assert "at most 1199" in str(caught.value) and "--images.pixel_limit" in str(caught.value)
-    with using_images(ImageSettings(max_pixels=1200)):
-        assert ImageFolders([tmp_path]).open("a.png", source="row").size == (40, 30)
+    prepare_images(processor, ImageSettings(max_pixels=1200), Tiling())
+    assert len(encode_sample(rendered, [image], processor=processor, name="rows:7"))
 
 
 def test_too_many_images_of_a_sample():

@@ -11,9 +11,8 @@ from dataset import sft
 from options.data import RowSettings
 from options.train import RunConfig
 from prompt_fn import fill, none
-from stageline.data.batches.collate_part import CollatePart, as_collate_part
+from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.step_maker import padding_argument
 from stageline.errors import UserError
 from stageline.pipeline.schedules import make_schedule
 from stageline.training.evaluation import evaluate
@@ -149,23 +148,6 @@ def test_workers_make_the_same_steps(tokenizer, options):
     equal_steps(steps_of(make_loader(tokenizer, num_workers=2, **options), 6), alone)
 
 
-@pytest.mark.parametrize("dp_degree", [1, 2])
-def test_lengths_of_other_replicas_rows_are_computed_once(tokenizer, dp_degree):
-    asked = []
-    part = as_collate_part(collate_of(tokenizer))
-
-    def encode(images, sample):
-        asked.append(sample["id"])
-        return part.encode(images, sample)
-
-    counted = CollatePart(part.collate, encode=encode, pack=part.pack)
-    options = {"collate": counted, "dp_degree": dp_degree, "packing": MAX_TOKENS}
-    loader = make_loader(tokenizer, batch_size=8 // dp_degree, shuffle=False, **options)
-    steps_of(loader, 15)  # three epochs
-    own = 120 // dp_degree
-    assert len(asked) == own + (20 if dp_degree == 2 else 0)
-
-
 def test_a_part_that_knows_no_lengths_keeps_the_order(tokenizer):
     plain = functools.partial(lambda samples, **common: collate_of(tokenizer)(samples), stage=0)
     assert as_collate_part(plain).encode is None
@@ -183,14 +165,6 @@ def test_widths_are_rounded_up_to_what_is_legal(tokenizer):
         widths = {batch["input_ids"].shape[1] for batch in itertools.chain(*rounded)}
         assert widths <= {20, 40, MAX_TOKENS} and len(widths) > 1
         assert [samples_in(step) for step in rounded] == [samples_in(step) for step in plain]
-
-
-def test_a_part_that_cannot_round_is_refused():
-    assert padding_argument(sft, 8) == {"pad_to_multiple_of": 8}
-    assert padding_argument(lambda samples: samples, 1) == {}
-    assert padding_argument(lambda samples, **common: samples, 8) == {"pad_to_multiple_of": 8}
-    with pytest.raises(UserError, match="--rows.pad_to_multiple_of 8"):
-        padding_argument(lambda samples, *, stage: samples, 8)
 
 
 def test_packed_rows_are_full(tokenizer):

@@ -78,8 +78,6 @@ def test_what_is_too_long_is_refused_cut_or_dropped(monkeypatch):
     assert batch["labels"][0].tolist() == segment(17)[:16].tolist()
     with pytest.warns(UserWarning, match="is dropped"):
         assert not count_targets([part(overlong="drop")([sample(17)])])
-    with pytest.raises(DataError, match="2 segments of 18 tokens do not fit"):
-        part(overlong="cut")([sample(9, 9, is_packed=True)])
 
 
 def test_rows_of_packed_samples_are_known():

@@ -80,7 +80,7 @@ def test_null_in_a_register_means_not_given(folder):
         ({"names": ["small"], "split": "test"}, "there are no held-out rows"),
         (
             {"names": ["small"], "val_size": 1, "eval_names": ["large"]},
-            "work with sets to eval",
+            "eval_names does not work with --dataset.val_size",
         ),
         ({"info": "nowhere.json", "names": ["small"]}, "cannot be read"),
         ({"info": None}, "neither --dataset-path nor"),

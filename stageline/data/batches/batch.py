@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy
 import torch
 
 from stageline.contracts import broken, call, mismatch, shown
@@ -159,10 +160,11 @@ def pad_rows(
     side: Literal["right", "left"] = "right",
     with_labels: bool = True,
     multiple_of: int = 1,
+    min_width: int = 1,
     max_width: int | None = None,
 ) -> MicroBatch:
     """Return input_ids, attention_mask and labels, each [B, T] long, of a `row_width`."""
-    longest = max(len(row) for row in rows)
+    longest = max(min_width, *map(len, rows))
     width = row_width(longest, multiple_of=multiple_of, max_width=max_width)
     shape = (len(rows), width)
     ids_BT = torch.full(shape, pad_token_id, dtype=torch.long)
@@ -187,12 +189,9 @@ def add_image_inputs(
     names: Sequence[str],
     with_pixels: bool,
 ) -> None:
-    """Add a model's inputs besides token ids, in place.
+    """Add a model's inputs besides token ids, in place; `images` and `names` are of each row.
 
-    Args:
-        images: of each row.
-        names: of each row, for errors.
-        with_pixels: also decode the images; only the first stage needs that.
+    Images are decoded with `with_pixels`; only the first stage needs that.
     """
     expander = ImageExpander.of(processor)
     if expander is None:
@@ -212,46 +211,31 @@ def add_image_inputs(
         batch.update(by_rows(batch, counts, processor=processor))
 
 
-def pack_rows(
-    rows: Sequence[Sequence[Encoded]],
-    *,
-    pad_token_id: int,
-    multiple_of: int = 1,
-    max_width: int | None = None,
-) -> MicroBatch:
+def pack_rows(rows: Sequence[Sequence[Encoded]], **widths: Any) -> MicroBatch:
     """Return input_ids, attention_mask, labels, position_ids and sample_ids, each [B, T] long.
 
     The samples of a row follow each other and none sees another: positions restart at each, and
     each stage builds its block-diagonal mask from them. `sample_ids` counts the samples of a row,
     -1 is padding; their presence tells a stage that the batch is packed. Padding has position 0
-    throughout: each such token is a sample of its own. An empty row is padding only.
+    throughout: each such token is a sample of its own. `widths` are as for `pad_rows`.
     """
-    longest = max(max((sum(map(len, row)) for row in rows), default=0), _EMPTY_ROW)
-    shape = (len(rows), row_width(longest, multiple_of=multiple_of, max_width=max_width))
-    ids_BT = torch.full(shape, pad_token_id, dtype=torch.long)
-    mask_BT = torch.zeros(shape, dtype=torch.long)
-    labels_BT = torch.full(shape, IGNORE, dtype=torch.long)
-    positions_BT = torch.zeros(shape, dtype=torch.long)
-    samples_BT = torch.full(shape, NO_SAMPLE, dtype=torch.long)
+    joined = []
+    for row in rows:
+        parts: list[Any] = [(sample.input_ids, sample.is_target) for sample in row] or [([], [])]
+        ids, targets = (numpy.concatenate(part) for part in zip(*parts, strict=True))
+        joined.append(Encoded(ids, targets, []))  # type: ignore[arg-type]  # arrays, not lists
+    batch = pad_rows(joined, min_width=_EMPTY_ROW, **widths)
+    labels_BT = batch["labels"]
+    positions_BT = torch.zeros_like(labels_BT)
+    samples_BT = torch.full_like(labels_BT, NO_SAMPLE)
     for index, row in enumerate(rows):
         end = 0
         for number, sample in enumerate(row):
             place, end = slice(end, end + len(sample)), end + len(sample)
-            sample_ids = torch.tensor(sample.input_ids, dtype=torch.long)
-            ids_BT[index, place] = sample_ids
-            mask_BT[index, place] = 1
-            is_target = torch.tensor(sample.is_target, dtype=torch.bool)
-            is_target[0] = False  # the token before it belongs to another sample
-            labels_BT[index, place] = torch.where(is_target, sample_ids, IGNORE)
+            labels_BT[index, place.start] = IGNORE  # the token before it is of another sample
             positions_BT[index, place] = torch.arange(len(sample))
             samples_BT[index, place] = number
-    return {
-        "input_ids": ids_BT,
-        "attention_mask": mask_BT,
-        "labels": labels_BT,
-        "position_ids": positions_BT,
-        "sample_ids": samples_BT,
-    }
+    return {**batch, "position_ids": positions_BT, "sample_ids": samples_BT}
 
 
 def count_samples(micro_batch: MicroBatch) -> int:

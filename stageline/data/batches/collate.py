@@ -87,40 +87,28 @@ def collate_packed_sft(rows: Sequence[Sequence[Item]], **common: Any) -> MicroBa
     return batch
 
 
-def collate_encoded(
-    samples: Sequence[EncodedSample],
-    *,
-    pad_token_id: int,
-    max_token_num: int,
-    pad_to_multiple_of: int = 1,
-    **common: Any,
-) -> MicroBatch:
+def collate_encoded(samples: Sequence[EncodedSample], **common: Any) -> MicroBatch:
     """Make one micro-batch as `collate_sft` does, of encoded samples with one or more rows each."""
-    batch = pad_rows(
-        [row for sample in samples for row in sample.rows],
-        pad_token_id=pad_token_id,
-        multiple_of=pad_to_multiple_of,
-        max_width=max_token_num,
-    )
+    batch = pad_rows([row for sample in samples for row in sample.rows], **row_options(**common))
     _add_images(batch, samples, **common)
     return batch
 
 
-def pack_encoded(
-    rows: Sequence[Sequence[EncodedSample]],
-    *,
-    pad_token_id: int,
-    max_token_num: int,
-    pad_to_multiple_of: int = 1,
-    **common: Any,
-) -> MicroBatch:
+def pack_encoded(rows: Sequence[Sequence[EncodedSample]], **common: Any) -> MicroBatch:
     """Return the tokens of rows that hold several encoded samples each."""
-    return pack_rows(
-        [[one for sample in row for one in sample.rows] for row in rows],
-        pad_token_id=pad_token_id,
-        multiple_of=pad_to_multiple_of,
-        max_width=max_token_num,
-    )
+    packed = [[one for sample in row for one in sample.rows] for row in rows]
+    return pack_rows(packed, **row_options(**common))
+
+
+def row_options(
+    *, pad_token_id: int, max_token_num: int, pad_to_multiple_of: int = 1, **common: Any
+) -> dict[str, Any]:
+    """Return the arguments of `pad_rows` and `pack_rows`."""
+    return {
+        "pad_token_id": pad_token_id,
+        "multiple_of": pad_to_multiple_of,
+        "max_width": max_token_num,
+    }
 
 
 def _add_images(

@@ -21,23 +21,14 @@ ROLES = ("anchor", "positive", "negative")  # roles of the samples of a group
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """A sample and its token ids. It unpacks as (images, sample), like a row of a dataset.
+    """A sample and its token ids. It unpacks as (images, sample), like a row of a dataset."""
 
-    Attributes:
-        images: decoded only when the micro-batch is made, and only where pixels are needed.
-        sample: its fields.
-        rows: the rows that it becomes, of legal length; or the segments of its one row.
-        length: tokens of its longest row, by which samples are sorted and packed.
-        whole: `rows` before they were cut or dropped.
-        others: additional rows that a loss requires.
-    """
-
-    images: Images
+    images: Images  # decoded only when the micro-batch is made, and only where pixels are needed
     sample: Sample
-    rows: Sequence[Encoded]
-    length: int
-    whole: Sequence[Encoded]
-    others: Sequence[Encoded] = ()
+    rows: Sequence[Encoded]  # rows of legal length; or the segments of its one row
+    length: int  # tokens of its longest row, by which samples are sorted and packed
+    whole: Sequence[Encoded]  # `rows` before they were cut or dropped
+    others: Sequence[Encoded] = ()  # additional rows that a loss requires
 
     @property
     def is_cut(self) -> bool:

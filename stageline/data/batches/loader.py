@@ -34,17 +34,15 @@ _CAN_FORK = sys.platform == "linux"
 class MicroBatchLoader:
     """Loads the micro-batches of a replica; the same on all ranks of its pipeline.
 
-    In training it continues without end; in evaluation it ends after each row came once. The last
-    steps of an evaluation are filled up with rows whose labels are all -100, so that each step
-    has the same number of micro-batches. Packed steps have numbers of their own.
+    In training it continues without end; in evaluation it ends after each row came once, and the
+    last steps are filled up with rows whose labels are all -100, so that each step has the same
+    number of micro-batches. Packed steps have numbers of their own.
 
     Args:
-        dataset: map-style, `dataset[i] -> (images, sample)`. Its `group_size` consecutive rows
-            stay together in one micro-batch, in their order. With a true `is_stream` its indices
-            are positions without end; with a `make_sampler` it draws the rows of training itself
-            (sampler.py).
-        collate: a list of those -> one micro-batch. A part with an `encode` can be sorted, one
-            with a `pack` too can be packed (collate_part.py).
+        dataset: map-style, `dataset[i] -> (images, sample)`; groups, streams and sets with a
+            sampler of their own are described in sampler.py.
+        collate: a list of those -> one micro-batch; what can be sorted and packed says
+            collate_part.py.
         batch_size, accumulate_steps: rows of one optimizer step are their product.
         num_workers: processes that load ahead, a step each; 0 loads in this one.
         pins: puts tensors where an accelerator fetches them while it computes.
@@ -56,13 +54,9 @@ class MicroBatchLoader:
             and last; `given` keeps the order in which rows were drawn.
         packing: tokens of a row that holds several samples; None for one sample a row.
         legal_counts, agree: for packing, see `PackedStepMaker`.
-        facts: micro-batch -> what goes into it besides, see `StageModel.host_facts`; left out where
+        facts: micro-batch -> what goes into it besides, see `StageModel.host_facts`; not where
             workers are not forked, which would get a copy of the model.
         maker: what makes a step of rows that are not packed.
-
-    Raises:
-        UserError: rows of a step do not fall into micro-batches or would cut groups, or the part
-            cannot pack.
     """
 
     def __init__(
@@ -104,13 +98,8 @@ class MicroBatchLoader:
             group_size=group_size,
             is_packed=packing is not None,
         )
-        drawn: dict[str, Any] = {
-            "step_samples": step_samples,
-            "dp_rank": dp_rank,
-            "dp_degree": dp_degree,
-            "seed": seed,
-            "shuffle": shuffle,
-        }
+        drawn: dict[str, Any] = {"step_samples": step_samples, "seed": seed, "shuffle": shuffle}
+        drawn |= {"dp_rank": dp_rank, "dp_degree": dp_degree}
         if has_sampler(dataset) and not eval:
             drawn |= {"batch_size": batch_size, "start_step": start_step, "position": position}
             self.sampler = dataset.make_sampler(**drawn)
@@ -196,11 +185,7 @@ def _as_it_is(step: Any) -> Any:
 
 
 def example_micro_batch(
-    dataset: Any,
-    collate: Callable[[Sequence[Any]], MicroBatch],
-    num_rows: int,
-    *,
-    seed: int = 0,
+    dataset: Any, collate: Callable[[Sequence[Any]], MicroBatch], num_rows: int, *, seed: int = 0
 ) -> MicroBatch:
     """Return the longest of the first few micro-batches that a run with this seed would see.
 
@@ -214,9 +199,5 @@ def example_micro_batch(
         dataset, collate=collate, batch_size=num_rows, micro_batch_size=num_rows, seed=seed
     )
     examples = [step[0] for step in itertools.islice(loader, NUM_EXAMPLES)]
-
-    def cost(batch: MicroBatch) -> tuple[bool, int]:
-        has_pixels = any(name.startswith("pixel") for name in batch)
-        return has_pixels, batch["input_ids"].shape[1]
-
-    return max(examples, key=cost)
+    with_pixels = [one for one in examples if any(name.startswith("pixel") for name in one)]
+    return max(with_pixels or examples, key=lambda batch: batch["input_ids"].shape[1])

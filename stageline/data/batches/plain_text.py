@@ -1,12 +1,9 @@
 """Plain text for pre-training: rows of a corpus, and the bodies of the `pt` collate part.
 
 All of a row is in the loss: the tokenizer's first tokens, the text, EOS. Padding is known by its
-place, so it may be EOS too. Text from the data never becomes a special token. Long documents are
-not cut into rows here: a collate part makes as many rows as it gets samples.
-
-A sample of a corpus has `segments`, arrays of token ids, in place of a text. All of a segment is in
-the loss but its first token. Samples with `is_packed` hold several segments a row, none of which
-sees another.
+place, so it may be EOS too. A sample of a corpus has `segments`, arrays of token ids, in place of a
+text; all but the first token of each is in the loss. Samples with `is_packed` hold several segments
+a row, none of which sees another.
 """
 
 import hashlib
@@ -22,7 +19,13 @@ import numpy
 from torch.utils.data import Dataset
 
 from stageline.data.batches.batch import Images, MicroBatch, Sample, pad_rows, sample_name
-from stageline.data.batches.collate import Item, collate_encoded, encode_sft, pack_encoded
+from stageline.data.batches.collate import (
+    Item,
+    collate_encoded,
+    encode_sft,
+    pack_encoded,
+    row_options,
+)
 from stageline.data.batches.collate_part import EncodedSample, all_encoded
 from stageline.data.text.encode import Encoded
 from stageline.data.text.limit import TextOverlong, limit_length
@@ -31,7 +34,7 @@ from stageline.data.text.template import IMAGE, parse_template
 from stageline.errors import DataError, UserError
 
 BEGINS = 1  # the flag of a segment that is the first one of its document
-_LOOK_BACK = 4096  # flags that are read at a time
+_LOOK_BACK = 1 << 20  # most segments of a document
 Range = tuple[int, int]
 
 
@@ -46,14 +49,10 @@ class CorpusRows(Dataset):
         make_sampler: (sizes, *, names, **options) -> what draws the rows of training; see
             `has_sampler` of sampler.py for its options.
         fingerprint_of: tokenizer -> its fingerprint, as the corpus has it; None: not compared.
-
-    Attributes:
-        is_fixed: reading a row draws nothing at random.
-        has_tokens: samples are token ids, not text.
     """
 
-    is_fixed = True
-    has_tokens = True
+    is_fixed = True  # reading a row draws nothing at random
+    has_tokens = True  # samples are token ids, not text
 
     def __init__(
         self,
@@ -128,39 +127,36 @@ class CorpusRows(Dataset):
         return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
     def check(
-        self,
-        *,
-        processor: Any,
-        max_token_num: int,
-        vocab_size: int | None,
-        overlong: TextOverlong,
+        self, *, processor: Any, max_token_num: int, vocab_size: int | None, overlong: TextOverlong
     ) -> str:
         """Refuse a corpus that does not go with the run, and describe it."""
         header, known = self.corpus.header, self.corpus.header.tokenizer
+        problem = ""
         if known is not None and known.fingerprint and self._fingerprint_of is not None:
             tokenizer = get_tokenizer(processor)
             if self._fingerprint_of(tokenizer) != known.fingerprint:
                 name = Path(str(getattr(tokenizer, "name_or_path", "") or "?")).name
-                raise UserError(
-                    f"{self.source} was made with the tokenizer {known.name}, and the one of the "
-                    f"run is another ({name}). Use the corpus's (`processor_path`), or give "
+                problem = (
+                    f"was made with the tokenizer {known.name}, and the one of the run is another "
+                    f"({name}). Use the corpus's (`processor_path`), or give "
                     "`dataset.any_tokenizer` true if both give the same ids."
                 )
         if vocab_size is not None and known is not None and known.vocab_size > vocab_size:
-            raise UserError(
-                f"{self.source} has ids up to {known.vocab_size - 1} (tokenizer {known.name}), the "
-                f"model's embedding has {vocab_size} rows. Build the corpus with the tokenizer of "
-                "the model, or use a larger vocab_size."
+            problem = problem or (
+                f"has ids up to {known.vocab_size - 1} (tokenizer {known.name}), the model's "
+                f"embedding has {vocab_size} rows. Build it with the tokenizer of the model."
             )
         is_packed = self.packed is not None
         if self.row_length > max_token_num and (overlong == "error" or is_packed):
-            cure = "build it with a smaller `seq_length`, or let `collate_fn.overlong` cut them"
+            cure = "build the corpus with a smaller `seq_length`, or use `collate_fn.overlong` cut"
             if is_packed:
                 cure = "pack the corpus into shorter rows (`dataset.row_length`)"
-            raise UserError(
-                f"{self.source} has rows of up to {self.row_length} tokens, `max_token_num` is "
-                f"{max_token_num}. Raise `max_token_num` to {self.row_length}, or {cure}."
+            problem = problem or (
+                f"has rows of up to {self.row_length} tokens, `max_token_num` is {max_token_num}. "
+                f"Raise `max_token_num` to {self.row_length}, or {cure}."
             )
+        if problem:
+            raise UserError(f"{self.source} {problem}")
         kind = "packed rows" if is_packed else "segments"
         types = ", ".join(
             f"{item.name}: {size}" for item, size in zip(header.types, self.sizes, strict=True)
@@ -186,14 +182,9 @@ def held_out_starts(corpus: Any, test_size: int | float) -> list[int]:
         share = test_size if isinstance(test_size, int) else round(test_size * (stop - first))
         count = max(share, 1)
         start = max(stop - count, first)
-        while start > first:  # back to the last place where a document begins
-            low = max(first, start + 1 - _LOOK_BACK)
-            begins = numpy.flatnonzero(numpy.asarray(corpus.flags(low, start + 1)) & BEGINS)
-            if len(begins):
-                start = low + int(begins[-1])
-                break
-            start = low - 1
-        start = max(start, first)
+        low = max(first, start + 1 - _LOOK_BACK)  # back to the last place where a document begins
+        begins = numpy.flatnonzero(numpy.asarray(corpus.flags(low, start + 1)) & BEGINS)
+        start = low + int(begins[-1]) if len(begins) else first
         if start <= first < stop:
             raise UserError(
                 f"`dataset.test_size` {test_size} holds out all {stop - first} segments of type "
@@ -242,12 +233,7 @@ def _encode_ready(
             Encoded(ids, numpy.ones(len(ids), bool), numpy.zeros(len(ids), bool))  # type: ignore
             for ids in segments
         ]
-    if len(segments) > 1:
-        raise DataError(
-            f"{sample_name(sample)}: {len(segments)} segments of {total} tokens do not fit "
-            f"`max_token_num` {max_token_num}. Raise `max_token_num` to {total}, or pack the "
-            "corpus into shorter rows."
-        )
+    assert len(segments) == 1, "`CorpusRows.check` refuses packed rows that are too long"
     limited = limit_length(
         Encoded(segments[0].tolist(), [True] * total, [False] * total),
         max_token_num=max_token_num,
@@ -266,12 +252,7 @@ def collate_text(samples: Sequence[Item], **common: Any) -> MicroBatch:
         return collate_encoded(encoded, **common)
     if any(one.sample.get("is_packed") for one in encoded):
         return pack_encoded([[one] for one in encoded], **common)
-    return pad_rows(
-        [row for one in encoded for row in one.rows],
-        pad_token_id=common["pad_token_id"],
-        multiple_of=common.get("pad_to_multiple_of", 1),
-        max_width=common["max_token_num"],
-    )
+    return pad_rows([row for one in encoded for row in one.rows], **row_options(**common))
 
 
 def collate_packed_text(rows: Sequence[Sequence[Item]], **common: Any) -> MicroBatch:

@@ -23,6 +23,7 @@ from stageline.data.batches.collate import (
     encode_sft,
 )
 from stageline.data.batches.collate_part import EncodedSample, all_encoded
+from stageline.data.rows.conversations import state_of
 from stageline.data.text.encode import Encoded
 from stageline.data.text.limit import Overlong, limit_length
 from stageline.errors import DataError
@@ -42,21 +43,19 @@ def both_answers(sample: Sample) -> list[Sample]:
     """
     rest = {key: value for key, value in sample.items() if key not in ANSWERS}
     messages, made = sample.get("messages"), []
+    if not isinstance(messages, list | None):
+        raise bad_row(sample, "messages", messages, "a list of messages, the prompt")
     for name in ANSWERS:
         answer = sample.get(name)
-        if messages is None:
-            if isinstance(answer, list) and len(answer) == 1 and is_answer(answer[0]):
-                answer = answer[0].get("content")
-            if not isinstance(answer, str):
-                raise bad_row(sample, name, sample.get(name), "text, or one assistant message")
-            made.append({**rest, "answer": answer})
-            continue
         told = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         if not isinstance(told, list) or not any(map(is_answer, told)):
             raise bad_row(sample, name, answer, "text, or a list of messages with an assistant's")
-        if not isinstance(messages, list):
-            raise bad_row(sample, "messages", messages, "a list of messages, the prompt")
-        made.append({**rest, "messages": [*map(unlearnt, messages), *told]})
+        if messages is not None:
+            made.append({**rest, "messages": [*map(unlearnt, messages), *told]})
+        elif len(told) == 1 and isinstance(told[0].get("content"), str):
+            made.append({**rest, "answer": told[0]["content"]})
+        else:
+            raise bad_row(sample, name, answer, "text, or one assistant message")
     return made
 
 
@@ -72,11 +71,10 @@ def unlearnt(message: Any) -> Any:
 
 def bad_row(sample: Sample, name: str, value: Any, wanted: str) -> DataError:
     """Return the error for a field that is missing or of another kind."""
-    what = "is missing" if value is None else f"is {str(value)[:200]!r}"
     return DataError(
-        f"{sample_name(sample)}: {name!r} {what}. Write {wanted}, or use a `collate_fn` that fits "
-        "the row (dpo, rm: messages or question, chosen, rejected; kto: messages or question and "
-        "answer, label)."
+        f"{sample_name(sample)}: {name!r} {state_of(value)}. Write {wanted}, or use a `collate_fn` "
+        "that fits the row (dpo, rm: messages or question, chosen, rejected; kto: messages or "
+        "question and answer, label)."
     )
 
 
@@ -99,16 +97,15 @@ def encode_pair(
     longest = max(map(len, pair))
     if longest <= max_token_num:
         return EncodedSample(images, sample, pair, longest, pair)
-    limited = []
-    for row in pair:  # nothing behind the first supervised token may go: there the answers differ
-        start = row.is_target.index(True)
-        is_cuttable = [may_go and place < start for place, may_go in enumerate(row.is_cuttable)]
-        limited.append(Encoded(row.input_ids, row.is_target, is_cuttable, row.is_marked))
+    limited = list(pair)
     # the longer one first: if it is refused, the numbers are those of the limit
     for index in sorted((0, 1), key=lambda index: -len(pair[index])):
+        row = pair[index]
+        start = row.is_target.index(True)  # from there on the answers differ, and nothing may go
+        is_cuttable = [may_go and place < start for place, may_go in enumerate(row.is_cuttable)]
         limited[index] = limit_length(
-            limited[index],
-            max_token_num=len(pair[index]) - (longest - max_token_num),
+            Encoded(row.input_ids, row.is_target, is_cuttable, row.is_marked),
+            max_token_num=len(row) - (longest - max_token_num),
             overlong=overlong,
             name=sample_name(sample),
             pad_token_id=pad_token_id,
@@ -150,19 +147,15 @@ class WithOthers(Subset):
         images, sample = self.dataset[row]
         return images, {**sample, OTHER: self.dataset[(row - 1) % len(self)]}
 
-    def __getitems__(self, rows: list[int]) -> list[tuple[Images, Sample]]:
+    def __getitems__(self, rows: list[int]) -> list[tuple[Images, Sample]]:  # torch requires it
         return [self[row] for row in rows]
-
-    def describe(self, row: int) -> str:
-        """Return file and line of a row."""
-        return self.dataset.describe(row) if hasattr(self.dataset, "describe") else f"row {row}"
 
 
 def encode_answer(images: Images, sample: Sample, **common: Any) -> EncodedSample:
     """Encode one answer; `common` as of `encode_sft`.
 
-    With a sample that brings another row (`WithOthers`), its prompt with that row's answer, cut at
-    the end where it is too long, is among `others`.
+    With a sample that brings another row (`WithOthers`), `others` has its prompt with that row's
+    answer, cut at the end where it is too long.
     """
     encoded = encode_sft(images, sample, encode=_encode_last, **common)
     if OTHER not in sample:
@@ -173,12 +166,9 @@ def encode_answer(images: Images, sample: Sample, **common: Any) -> EncodedSampl
     other = _encode_last(*sample[OTHER], **{name: common[name] for name in TEXTS})
     start, other_start = row.is_target.index(True), other.is_target.index(True)
     most = common["max_token_num"]
-    borrowing = Encoded(
-        (row.input_ids[:start] + other.input_ids[other_start:])[:most],
-        (row.is_target[:start] + other.is_target[other_start:])[:most],
-        (row.is_cuttable[:start] + other.is_cuttable[other_start:])[:most],
-    )
-    return replace(encoded, others=[borrowing])
+    names = ("input_ids", "is_target", "is_cuttable")
+    borrowed = (getattr(row, n)[:start] + getattr(other, n)[other_start:] for n in names)
+    return replace(encoded, others=[Encoded(*(values[:most] for values in borrowed))])
 
 
 def _encode_last(images: Images, sample: Sample, **texts: Any) -> Encoded:
@@ -187,9 +177,8 @@ def _encode_last(images: Images, sample: Sample, **texts: Any) -> Encoded:
         raise bad_row(sample, "label", sample.get("label"), "true (wanted) or false")
     messages = sample.get("messages")
     if isinstance(messages, list) and messages:
-        last = max((i for i, message in enumerate(messages) if is_answer(message)), default=-1)
-        history = list(map(unlearnt, messages[:last])) if last > 0 else messages[:last]
-        sample = {**sample, "messages": [*history, *messages[last:]] if last >= 0 else messages}
+        last = max((i for i, message in enumerate(messages) if is_answer(message)), default=0)
+        sample = {**sample, "messages": [*map(unlearnt, messages[:last]), *messages[last:]]}
     return encode_for_training(images, sample, **texts)
 
 

@@ -22,12 +22,11 @@ from stageline.data.batches.collate import encode_sft
 from stageline.data.batches.collate_part import CollatePart, EncodedSample, as_collate_part
 from stageline.data.batches.sampler import is_stream
 from stageline.data.batches.step_maker import read_row
-from stageline.data.images.image_settings import ImageSettings
+from stageline.data.images.image_files import ImageSettings
 from stageline.data.images.images import ImageExpander, check_image
 from stageline.data.rows.bad_rows import BadRows
 from stageline.data.text.limit import DROPPING, Overlong
 from stageline.data.text.processor import get_tokenizer
-from stageline.data.text.rendered import Rendered
 from stageline.errors import DataError, UserError
 
 MOST_CHECKED = 2000  # rows, where all may stay
@@ -46,7 +45,7 @@ class PreflightReport:
     """Counts of the rows that were checked so far."""
 
     num_rows: int | None  # rows of the dataset; None for a stream
-    what_if_overlong: str  # what happens to rows that are longer than the limit
+    overlong: Overlong  # what happens to rows that are longer than the limit
     num_checked: int = 0  # fewer than all where the limit of rows or seconds was reached
     num_overlong: int = 0
     shortest: int = sys.maxsize  # tokens of a row before it is cut
@@ -55,9 +54,7 @@ class PreflightReport:
     num_targets: int = 0
     num_sequences: int = 0  # rows, where a pair of answers is two
     bad: list[int] = field(default_factory=list)  # rows to leave out because they are bad
-    dropped: list[int] = field(
-        default_factory=list
-    )  # overlong rows that have nothing left to learn
+    dropped: list[int] = field(default_factory=list)  # overlong, and nothing is left to learn
 
     def add(self, row: int, encoded: EncodedSample, max_token_num: int) -> None:
         """Count a row."""
@@ -81,9 +78,9 @@ class PreflightReport:
             f"{self.longest} at most, {share:.0f} % learnt"
         )
         if self.num_overlong:
-            text += f", {self.num_overlong} too long ({self.what_if_overlong}"
-            shares = self.what_if_overlong == _HANDLING["share"]
-            text += f"; {len(self.dropped)} dropped: nothing to learn left)" if shares else ")"
+            text += f", {self.num_overlong} too long ({_HANDLING[self.overlong]}"
+            is_shared = self.overlong == "share"
+            text += f"; {len(self.dropped)} dropped: nothing to learn left)" if is_shared else ")"
         return text + (f", {len(self.bad)} left out" if self.bad else "")
 
 
@@ -102,9 +99,6 @@ def check_vocabulary(processor: Any, vocab_size: int) -> None:
 def preflight(
     dataset: Any,
     *,
-    prompt: str,
-    prompt_fn: Callable[..., Rendered],
-    image_token: Callable[..., Rendered],
     processor: Any,
     max_token_num: int,
     overlong: Overlong = "error",
@@ -114,6 +108,7 @@ def preflight(
     seconds: float = 30.0,
     seed: int = 0,
     encode: Callable[[Images, Sample], EncodedSample] | None = None,
+    **texts: Any,
 ) -> PreflightReport:
     """Check all rows of a dataset, or a seeded choice of `limit`, for at most `seconds`.
 
@@ -125,10 +120,7 @@ def preflight(
         vocab_size: rows of the model's embedding; None skips that check.
         bad_rows: takes bad rows, if it takes any; then all rows are checked.
         encode: of the collate part, with its arguments; by default a sample becomes one row.
-
-    Raises:
-        DataError: for the first bad row, or all rows would be dropped.
-        UserError: the tokenizer does not fit the embedding.
+        texts: prompt, prompt_fn and image_token, where there is no `encode`.
     """
     if vocab_size is not None:
         check_vocabulary(processor, vocab_size)
@@ -140,20 +132,13 @@ def preflight(
     if has_end and not bad_rows.limit and len(rows) > limit:
         rows = sorted(random.Random(seed).sample(rows, limit))
     if encode is None:
-        encode = functools.partial(
-            encode_sft,
-            prompt=prompt,
-            prompt_fn=prompt_fn,
-            image_token=image_token,
-            processor=processor,
-            max_token_num=max_token_num,
-            overlong=overlong,
-            pad_token_id=0,
-            stage=1,
-        )
+        texts |= {"processor": processor, "pad_token_id": 0, "stage": 1}
+        texts |= {"max_token_num": max_token_num, "overlong": overlong}
+        as_one_row: Callable[..., EncodedSample] = encode_sft
+        encode = functools.partial(as_one_row, **texts)
     expander = ImageExpander.of(processor)
     max_pixels = (ImageSettings() if expander is None else expander.settings).max_pixels
-    report = PreflightReport(len(dataset) if has_end else None, _HANDLING[overlong])
+    report = PreflightReport(len(dataset) if has_end else None, overlong)
     takes_all = overlong in DROPPING and has_end
     with_images = set(rows)
     for row in range(len(dataset)) if takes_all else rows:
@@ -187,13 +172,9 @@ def _source(dataset: Any, row: int) -> str:
 
 
 class CheckedCollate(CollatePart):
-    """A collate part whose micro-batches are checked.
+    """A collate part whose micro-batches are checked, ids against `vocab_size` if it is known.
 
     On a GPU an id without a row in the embedding kills the process and names nothing.
-
-    Args:
-        collate: the part, or a function: samples -> micro-batch.
-        vocab_size: rows of the model's embedding; None: not known.
     """
 
     def __init__(self, collate: Callable[..., Any], vocab_size: int | None) -> None:
@@ -214,72 +195,48 @@ class CheckedCollate(CollatePart):
     ) -> MicroBatch:
         """Return the micro-batch of samples, or of rows of them."""
         batch = call("collate_fn", make, rows, **options)
-        problem = _problem_of(batch, len(rows))
-        if problem is not None:
-            came, cure = problem
-            why = "input_ids, attention_mask and labels are integers of one shape, rows x tokens"
-            raise broken("collate_fn", make, came, why=why, cure=cure)
+        came = _problem_of(batch, len(rows))
+        if came is not None:
+            raise broken(
+                "collate_fn",
+                make,
+                came,
+                why="input_ids, attention_mask and labels are integers of one shape, a row or the "
+                "same number of rows for each sample",
+                cure="return a dict of tensors as collate_sft of stageline.data does",
+            )
         if self._vocab_size is not None:
             samples = rows if is_packed else [[sample] for sample in rows]
             _check_ids(batch, self._vocab_size, samples=samples)
         return batch
 
 
-def check_encode(collate: Callable[..., Any], sample: tuple[Any, Any]) -> Any:
-    """Try the `encode` of a collate part, if it has one; return what it made, or the sample."""
-    encode = as_collate_part(collate).encode
-    if encode is None:
-        return sample
-    encoded = call("encode", encode, *sample)
-    if isinstance(encoded, EncodedSample) and isinstance(encoded.length, int) and encoded.length:
-        return encoded
-    came = f"returned {shown(encoded)}"
-    if isinstance(encoded, EncodedSample):
-        came = f"returned an EncodedSample with the length {shown(encoded.length)}"
-    raise broken(
-        "encode",
-        encode,
-        came,
-        why="An EncodedSample has its number of tokens as length",
-        cure="return what encode_sft of stageline.data.batches.collate gives, or "
-        "EncodedSample(images, sample, rows, length, whole)",
-    )
-
-
-def _problem_of(batch: object, num_samples: int) -> tuple[str, str] | None:
-    """Return what is wrong with the types and shapes of a micro-batch, and the cure."""
+def _problem_of(batch: object, num_samples: int) -> str | None:
+    """Return what is wrong with the types and shapes of a micro-batch."""
     if not isinstance(batch, dict):
-        return f"returned {shown(batch)}", "return a dict, as collate_sft of stageline.data does"
+        return f"returned {shown(batch)}"
     missing = [name for name in _TENSORS if name not in batch]
     if missing:
-        came = f"returned {shown(batch)}, without {' and '.join(missing)}"
-        return came, "add them; labels are the token ids, -100 where nothing is learnt"
+        return f"returned {shown(batch)}, without {' and '.join(missing)}"
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor):
-            return f"returned {name!r} as {shown(value)}", "make a tensor of it, torch.tensor(...)"
+            return f"returned {name!r} as {shown(value)}"
     ids = batch["input_ids"]
     for name in _TENSORS:
         value = batch[name]
         is_whole = not value.is_floating_point() and not value.is_complex()
         if value.ndim != 2 or not is_whole or value.shape != ids.shape:
-            cure = f"give it the shape of input_ids ({shown(ids)}), and torch.long"
-            if name == "input_ids":
-                cure = "give it two dimensions, a row for each sample, and torch.long"
-            return f"returned {name!r} as {shown(value)}", cure
+            return f"returned {name!r} as {shown(value)}"
     if len(ids) == 0 or ids.shape[1] == 0 or len(ids) % num_samples:
-        came = f"made {len(ids)} rows of {ids.shape[1]} tokens out of {num_samples} samples"
-        return came, "make one row of each sample, or the same number of each, in their order"
+        return f"made {len(ids)} rows of {ids.shape[1]} tokens out of {num_samples} samples"
     return None
 
 
 def _check_ids(batch: MicroBatch, vocab_size: int, *, samples: Sequence[Sequence[Any]]) -> None:
     """Refuse token ids and labels for which the model has no row, by (images, sample) of each."""
-    ids_BT, labels_BT = batch["input_ids"], batch["labels"]
-    for kind, values_BT, is_free in (
-        ("token id", ids_BT, torch.zeros((), dtype=torch.bool)),
-        ("label", labels_BT, labels_BT == IGNORE),
-    ):
-        is_bad_BT = ((values_BT >= vocab_size) | (values_BT < 0)) & ~is_free
+    labels_BT = batch["labels"].masked_fill(batch["labels"] == IGNORE, 0)
+    for kind, values_BT in (("token id", batch["input_ids"]), ("label", labels_BT)):
+        is_bad_BT = (values_BT >= vocab_size) | (values_BT < 0)
         if not is_bad_BT.any():
             continue
         number, place = is_bad_BT.nonzero()[0].tolist()

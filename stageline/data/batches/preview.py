@@ -92,44 +92,40 @@ def split(batch: MicroBatch) -> Iterator[Shown]:
 
 def bracket(shown: Shown, tokenizer: Any) -> str:
     """Return the text with [[ ]] around the tokens in the loss."""
-    text = ""
-    for is_learnt, units in groupby(_units(shown, tokenizer), key=lambda unit: unit[1]):
-        run = "".join(piece for piece, _ in units)
-        text += f"[[{run}]]" if is_learnt else run
-    return text
+    runs = groupby(_units(shown, tokenizer), key=lambda unit: unit[1])
+    texts = [(is_learnt, "".join(text for text, _ in run)) for is_learnt, run in runs]
+    return "".join(f"[[{text}]]" if is_learnt else text for is_learnt, text in texts)
 
 
 def paint(shown: Shown, tokenizer: Any) -> str:
     """Return the text in colours of a terminal; neighbouring tokens look different."""
-    text = ""
-    for number, (piece, is_learnt) in enumerate(_units(shown, tokenizer)):
-        text += (_LEARNT if is_learnt else _OTHER)[number % 2] + piece + _PLAIN
-    return text
+    units = enumerate(_units(shown, tokenizer))
+    return "".join(
+        f"{(_LEARNT if is_learnt else _OTHER)[number % 2]}{text}{_PLAIN}"
+        for number, (text, is_learnt) in units
+    )
 
 
 def _units(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool]]:
     """Yield (text, in the loss) of each token, or of tokens that make one character together."""
-    added = set(tokenizer.added_tokens_decoder)
-    for (text, is_learnt, token_id), alike in groupby(_read(shown, tokenizer)):
+    for unit, alike in groupby(_read(shown, tokenizer)):
         count = len(list(alike))
-        if count > _MOST_ALIKE and token_id in added:
+        text, is_learnt = unit
+        if count > _MOST_ALIKE and text in tokenizer.get_added_vocab():
             yield f"{text}(x{count})", is_learnt
         else:
-            yield from [(text, is_learnt)] * count
+            yield from [unit] * count
 
 
-def _read(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool, int]]:
-    """Yield (text, in the loss, last id); a token is decoded after the previous, for its spaces."""
+def _read(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool]]:
+    """Yield text and whether it is in the loss; decoded in a row, for spaces between tokens."""
     ids, before, read = shown.input_ids, 0, 0
-    as_it_is = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[before:end], **as_it_is)
+        text = tokenizer.decode(ids[before:end])
         if text.endswith("\ufffd") and end < len(ids) and end - read < _LONGEST_CHARACTER:
             continue
-        known = tokenizer.decode(ids[before:read], **as_it_is) if read else ""
-        own = (  # nothing that would steer a terminal
-            char if char.isprintable() or char in "\n\t" else repr(char)[1:-1]
-            for char in text[len(known) :]
-        )
-        yield "".join(own), any(shown.is_learnt[read:end]), ids[end - 1]
+        own = text[len(tokenizer.decode(ids[before:read])) :] if read else text
+        # nothing that would steer a terminal
+        clean = [char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in own]
+        yield "".join(clean), any(shown.is_learnt[read:end])
         before, read = read, end

@@ -1,7 +1,7 @@
 """Prompts that a model is to answer, and the rows that they become with answers of its own.
 
-Before there are answers a prompt is a row with a stand-in for the longest one: what is checked of
-lengths, planned and measured holds for the rows of every step. Shapes: B rows, T tokens.
+Before there are answers a prompt is a row with a stand-in for the longest one, so that lengths that
+are checked and measured hold for every step. Shapes: B rows, T tokens.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,7 @@ from stageline.data.batches.batch import (
     render_sample,
     sample_name,
 )
-from stageline.data.batches.collate import (
-    Item,
-    collate_encoded,
-    collate_packed_sft,
-    encode_sft,
-)
+from stageline.data.batches.collate import Item, collate_encoded, collate_packed_sft, encode_sft
 from stageline.data.batches.collate_part import EncodedSample, all_encoded
 from stageline.data.text.encode import Encoded
 
@@ -71,19 +66,11 @@ def decoder_inputs(encoded: EncodedSample, *, processor: Any, pad_token_id: int)
     return batch
 
 
-def collate_answers(
-    samples: Sequence[Item], *, max_completion_length: int, **common: Any
-) -> MicroBatch:
+def collate_answers(samples: Sequence[Item], **common: Any) -> MicroBatch:
     """Make one micro-batch of prompts with answers, or with their stand-ins."""
-    options = {"max_completion_length": max_completion_length, **common}
-    encoded = all_encoded(samples, encode_prompt, **options)
-    return collate_encoded(encoded, **common)
+    return collate_encoded(all_encoded(samples, encode_prompt, **common), **common)
 
 
-def collate_packed_answers(
-    rows: Sequence[Sequence[Item]], *, max_completion_length: int, **common: Any
-) -> MicroBatch:
+def collate_packed_answers(rows: Sequence[Sequence[Item]], **common: Any) -> MicroBatch:
     """Make one micro-batch of rows that hold several; as `collate_answers` otherwise."""
-    options = {"max_completion_length": max_completion_length, **common}
-    encoded = [all_encoded(row, encode_prompt, **options) for row in rows]
-    return collate_packed_sft(encoded, **common)
+    return collate_packed_sft([all_encoded(row, encode_prompt, **common) for row in rows], **common)

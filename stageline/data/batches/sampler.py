@@ -1,14 +1,14 @@
 """Assign rows to optimizer steps; groups of rows stay together. No row is read.
 
 The order depends on the seed and the step only, so all stages of a pipeline agree without messages,
-and a run continues from any step. Only data parallel replicas get different rows. `group_size`
-consecutive rows of a dataset part are compared with each other and stay together; it is 1 where
-rows are independent.
+and a run continues from any step. `group_size` consecutive rows of a dataset part are compared with
+each other and stay together; it is 1 where rows are independent.
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -35,54 +35,35 @@ def has_sampler(dataset: object) -> bool:
     return hasattr(dataset, "make_sampler")
 
 
+@dataclass
 class StepSampler:
     """Draws the rows of each optimizer step; groups of rows stay together, in their order.
 
     In training the rows left over at the end of an epoch are left out, or the last step is filled
     with the first rows of the epoch. In evaluation each row comes once, and None fills up the last
-    step.
-
-    Args:
-        num_samples: rows of the dataset.
-        step_samples: rows of one optimizer step of one replica.
-        shuffle: another order in each epoch; else that of the dataset.
-        eval: each row once, instead of whole steps.
-        pads: fills the last step of an epoch, as torch's DistributedSampler fills the last batch.
-        group_size: rows of a group; `num_samples` and `step_samples` are multiples of it.
-
-    Raises:
-        UserError: there are not enough rows for one step of training, or none at all.
+    step. `num_samples` and `step_samples` are multiples of `group_size`.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        step_samples: int,
-        dp_rank: int = 0,
-        dp_degree: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
-        eval: bool = False,
-        pads: bool = False,
-        group_size: int = 1,
-    ) -> None:
-        assert 0 <= dp_rank < dp_degree
-        assert num_samples % group_size == step_samples % group_size == 0
-        self.num_samples = num_samples
-        self.step_samples = step_samples
-        self.dp_rank = dp_rank
-        self.dp_degree = dp_degree
-        self.seed = seed
-        self.shuffle = shuffle
-        self.eval = eval
-        self.pads = pads
-        self.group_size = group_size
+    num_samples: int
+    _: KW_ONLY
+    step_samples: int  # rows of one optimizer step of one replica
+    dp_rank: int = 0
+    dp_degree: int = 1
+    seed: int = 0
+    shuffle: bool = True  # another order in each epoch; else that of the dataset
+    eval: bool = False  # each row once, instead of whole steps
+    pads: bool = False  # fill the last step of an epoch, as torch's DistributedSampler does
+    group_size: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.dp_rank < self.dp_degree
+        assert self.num_samples % self.group_size == self.step_samples % self.group_size == 0
         if len(self) == 0:
             raise UserError(
-                f"the dataset has {num_samples} rows, one optimizer step takes "
-                f"{self._global_samples} (`batch_size` x `accumulate_steps` x {dp_degree} data "
-                "parallel replicas). Lower `batch_size`, give more rows, or use `rows.last` pad."
+                f"the dataset has {self.num_samples} rows, one optimizer step takes "
+                f"{self._global_samples} (`batch_size` x `accumulate_steps` x {self.dp_degree} "
+                "data parallel replicas). Lower `batch_size`, give more rows, or use `rows.last` "
+                "pad."
             )
 
     @property
@@ -148,16 +129,10 @@ def group_size_of(dataset: Any) -> int:
     if isinstance(dataset, Subset):  # made of whole groups, by `whole_groups` and `some_rows`
         return group_size_of(dataset.dataset)
     size = getattr(dataset, "group_size", 1)
-    name = type(dataset).__name__
-    if not isinstance(size, int) or size < 1:
+    if not isinstance(size, int) or size < 1 or len(dataset) % size:
         raise UserError(
-            f"the dataset {name} has group_size {size!r}. Give the number of consecutive rows that "
-            "are a group, at least 1."
-        )
-    if len(dataset) % size:
-        raise UserError(
-            f"the dataset {name} has {len(dataset)} rows in groups of {size}, so the last group is "
-            "not whole. Correct the dataset part."
+            f"the dataset {type(dataset).__name__} has {len(dataset)} rows and group_size "
+            f"{size!r}, the number of rows that are a group. Correct the dataset part."
         )
     return size
 
@@ -173,22 +148,11 @@ def check_batch_sizes(
             f"`packing` does not work with a dataset of groups of {group_size} samples, which stay "
             "together in a micro-batch. Leave `packing` out."
         )
-    if batch_size % group_size == 0 and micro_batch_size % group_size == 0:
-        return
-
-    def near(number: int, divisor: int) -> list[int]:
-        """Return the multiples below and above a number; itself where it is one."""
-        return sorted({number // divisor * divisor, -(-number // divisor) * divisor} - {0})
-
-    legal = [
-        f"`micro_batch_size` {micro} with `batch_size` "
-        f"{' or '.join(map(str, near(batch_size, micro)))}"
-        for micro in near(micro_batch_size, group_size)
-    ]
-    raise UserError(
-        f"`batch_size` {batch_size} and `micro_batch_size` {micro_batch_size} do not both hold "
-        f"whole groups of {group_size} samples. Set {', or '.join(legal)}."
-    )
+    if batch_size % group_size or micro_batch_size % group_size:
+        raise UserError(
+            f"`batch_size` {batch_size} and `micro_batch_size` {micro_batch_size} do not both hold "
+            f"whole groups of {group_size} samples. Set both to multiples of {group_size}."
+        )
 
 
 def whole_groups(rows: Iterable[int], group_size: int) -> list[int]:

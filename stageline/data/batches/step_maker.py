@@ -7,11 +7,12 @@ step, so the gradient is that of any other order.
 
 import copy
 import ctypes
-import inspect
+import itertools
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -20,10 +21,10 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 
 from stageline.contracts import broken, call, shown
 from stageline.data.batches.batch import IGNORE, MicroBatch
-from stageline.data.batches.collate_part import EncodedSample, as_collate_part
-from stageline.data.batches.sampler import expand, has_sampler, is_stream
+from stageline.data.batches.collate_part import as_collate_part
+from stageline.data.batches.sampler import expand
 from stageline.errors import DataError, UserError
-from stageline.seeds import HostState, derive_seed, host_state_kept, seed_host
+from stageline.seeds import derive_seed, host_state_kept, seed_host
 
 Item = tuple[Any, Any]  # images, sample
 Shares = Sequence[Sequence[int | None]]  # the rows of each replica; None only fills up
@@ -48,84 +49,37 @@ def make_dataset(part: Callable[..., Any], *, dataset_path: str | None, **given:
 def read_row(dataset: Any, row: int) -> Item:
     """Return the (images, sample) of a row."""
     item = dataset[row]
-    problem = _problem_of(item)
-    if problem is None:
+    came = _problem_of(item)
+    if came is None:
         return item[0], item[1]
     while isinstance(dataset, Subset):
         dataset, row = dataset.dataset, dataset.indices[row]
     raise broken(
         "dataset",
         dataset,
-        f"gave for row {row} {problem[0]}",
-        why="A row is a pair (images, sample)",
-        cure=problem[1],
+        f"gave for row {row} {came}",
+        why="A row is a pair of images and sample",
+        cure="return (None, sample), the sample a dict, or ([Image.open(path)], sample)",
         kind=DataError,
     )
 
 
-def _problem_of(item: object) -> tuple[str, str] | None:
-    """Return what is wrong with a row, and the cure."""
+def _problem_of(item: object) -> str | None:
+    """Return what is wrong with a row."""
     if not isinstance(item, tuple | list) or len(item) != 2:
-        cure = "return (None, sample) for a row of text, (images, sample) for one with images"
-        return shown(item), cure
+        return shown(item)
     images, sample = item
     if not isinstance(sample, Mapping):
-        if isinstance(images, Mapping):
-            return "the sample before the images", "return (images, sample), the dict second"
-        cure = "put the fields of the row into a dict, {'question': ..., 'answer': ...}"
-        return f"{shown(sample)} as its sample", cure
+        return f"{shown(sample)} as its sample"
     if images is None:
         return None
-    if hasattr(images, "convert"):
-        return f"one image ({type(images).__name__}) in the place of a list", "return [image]"
-    if isinstance(images, str | bytes | Mapping | torch.Tensor) or not hasattr(images, "__len__"):
-        cure = "return a list of PIL images, [Image.open(path)], or None"
-        return f"{shown(images)} as its images", cure
+    is_list = hasattr(images, "__len__") and not hasattr(images, "convert")
+    if not is_list or isinstance(images, str | bytes | Mapping | torch.Tensor):
+        return f"{shown(images)} as its images"
     for place, image in enumerate(images):
         if not (hasattr(image, "convert") and hasattr(image, "size")):
-            what = f"{shown(image)} as image {place} of its images"
-            return what, "return PIL images, Image.open(path)"
+            return f"{shown(image)} as image {place} of its images"
     return None
-
-
-class Rows:
-    """The rows of a dataset, as steps ask for them: encoded once, where the collate part encodes.
-
-    Random draws of a row (an augmentation) follow from seed, step and its place in the step only.
-    Rows of a dataset with a true `is_fixed` draw nothing, and are read without seeding.
-    """
-
-    def __init__(
-        self, dataset: Any, encode: Callable[..., EncodedSample] | None, *, seed: int
-    ) -> None:
-        self._dataset = dataset
-        self._encode = encode
-        self._seed = seed
-        # no position of a stream comes again, and what has a sampler may have a billion rows
-        self._forgets = is_stream(dataset) or has_sampler(dataset)
-        self._is_fixed = getattr(dataset, "is_fixed", False)
-        self._known: dict[int, int] = {}
-
-    def read(self, row: int, step: int, place: int) -> Any:
-        """Return a row, an encoded sample or (images, sample), by its place over all replicas."""
-        if not self._is_fixed:
-            self._seed_row(step, place)
-        item = self._dataset[row]
-        return item if self._encode is None else self._encode(*item)
-
-    def length(self, row: int, step: int, place: int) -> int:
-        """Return the length of another replica's row; computed once, unless the row draws."""
-        if row in self._known:
-            return self._known[row]
-        self._seed_row(step, place)
-        before = HostState()  # only here: copies of the generators take longer than a row
-        length = self.read(row, step, place).length
-        if before.is_current() and not self._forgets:
-            self._known[row] = length
-        return length
-
-    def _seed_row(self, step: int, place: int) -> None:
-        seed_host(derive_seed(self._seed, "row", step, place))
 
 
 def group_by_length(lengths: Sequence[int], num_groups: int) -> list[list[int]]:
@@ -156,13 +110,10 @@ def group_by_length(lengths: Sequence[int], num_groups: int) -> list[list[int]]:
             low = middle + 1
     groups = cut(low)
     while len(groups) < num_groups:
-        costliest = max(
-            (group for group in groups if len(group) > 1),
-            key=lambda group: padded_cost([lengths[index] for index in group]),
-        )
-        place = groups.index(costliest)
-        half = len(costliest) // 2
-        groups[place : place + 1] = [costliest[:half], costliest[half:]]
+        costs = [len(group) > 1 and padded_cost([lengths[i] for i in group]) for group in groups]
+        place = costs.index(max(costs))
+        group = groups[place]
+        groups[place : place + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
     return groups
 
 
@@ -193,10 +144,8 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
                 "Raise `max_token_num`, or let the collate_fn part limit the length."
             )
         fits = [place for place in range(len(rows)) if room[place] >= length]
-        if fits:
-            place = min(fits, key=lambda place: (room[place], place))
-        else:
-            place = len(rows)
+        place = min(fits, key=lambda place: (room[place], place), default=len(rows))
+        if not fits:
             rows.append([])
             room.append(capacity)
         rows[place].append(index)
@@ -251,51 +200,29 @@ def portable(error: Exception) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def padding_argument(collate: Callable, multiple_of: int) -> dict[str, int]:
-    """Return `pad_to_multiple_of` for a collate part; empty where rows are not rounded."""
-    if multiple_of == 1:
-        return {}
-    taken = inspect.signature(collate).parameters
-    takes_all = any(item.kind is item.VAR_KEYWORD for item in taken.values())
-    if "pad_to_multiple_of" not in taken and not takes_all:
-        raise UserError(
-            f"`pad_to_multiple_of` {multiple_of} needs a `collate_fn` that takes the argument. Add "
-            "it and hand it to collate_sft or pad_rows, or leave the option out."
-        )
-    return {"pad_to_multiple_of": multiple_of}
-
-
+@dataclass(eq=False)
 class StepMaker(Dataset):
     """One sample a row, padded to the longest of its micro-batch.
 
     A collate part without an `encode` gets the rows in the given order.
-
-    Args:
-        micro_batch_size: rows of a micro-batch; of sorted ones the mean.
-        seed: of random draws of rows and the collate part.
-        facts: micro-batch -> what a model reads off it on the host; goes into it.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        collate: Callable[[Sequence[Any]], MicroBatch],
-        micro_batch_size: int,
-        dp_rank: int = 0,
-        is_sorted: bool = True,
-        seed: int = 0,
-        group_size: int = 1,
-        facts: Callable[[MicroBatch], MicroBatch] | None = None,
-    ) -> None:
-        self.part = as_collate_part(collate)
-        self.micro_batch_size = micro_batch_size
-        self.dp_rank = dp_rank
-        self.is_sorted = is_sorted
-        self.seed = seed
-        self.group_size = group_size
-        self.facts = facts or (lambda batch: {})
-        self.rows = Rows(dataset, self.part.encode, seed=seed)
+    dataset: Any
+    _: KW_ONLY
+    collate: Callable[[Sequence[Any]], MicroBatch]
+    micro_batch_size: int  # rows of a micro-batch; of sorted ones the mean
+    dp_rank: int = 0
+    is_sorted: bool = True
+    seed: int = 0  # seeds random draws of rows and the collate part
+    group_size: int = 1
+    facts: Callable[[MicroBatch], MicroBatch] | None = (
+        None  # values that a model reads off on the host
+    )
+
+    def __post_init__(self) -> None:
+        self.part = as_collate_part(self.collate)
+        self.host_facts = self.facts or (lambda batch: {})
+        self.is_fixed = getattr(self.dataset, "is_fixed", False)  # its rows draw nothing
 
     def __getitem__(self, request: tuple[int, Shares]) -> list[MicroBatch] | Exception:
         try:
@@ -323,20 +250,21 @@ class StepMaker(Dataset):
             )
         return made
 
-    def _read(self, step: int, shares: Shares) -> list[Any]:
-        return [self.rows.read(row, step, place) for row, place in self._places(shares)]
+    def _read(self, step: int, shares: Shares, replica: int | None = None) -> list[Any]:
+        """Return the rows of a share, encoded where the collate part encodes; default: its own.
 
-    def _places(self, shares: Shares, replica: int | None = None) -> list[tuple[int, int]]:
-        """Return (row, its place in the step over all replicas) of a share; default: its own.
-
-        The dataset's first group, a whole one, fills up.
+        Random draws of a row (an augmentation) follow from seed, step and its place over all
+        replicas. The dataset's first group, a whole one, fills up.
         """
         replica = self.dp_rank if replica is None else replica
         first = sum(map(len, shares[:replica]))
-        return [
-            (index % self.group_size if row is None else row, first + index)
-            for index, row in enumerate(shares[replica])
-        ]
+        items = []
+        for index, row in enumerate(shares[replica]):
+            if not self.is_fixed:
+                seed_host(derive_seed(self.seed, "row", step, first + index))
+            item = self.dataset[index % self.group_size if row is None else row]
+            items.append(item if self.part.encode is None else self.part.encode(*item))
+        return items
 
     def _seed_micro_batch(self, step: int, place: int, *, of: int) -> None:
         """Seed the draws of the collate part; all replicas make `of` micro-batches."""
@@ -354,7 +282,7 @@ class StepMaker(Dataset):
         assert times and not rest, f"{len(rows)} samples became {len(batch['labels'])} rows"
         rows = [row for row in rows for _ in range(times)]
         batch["labels"][torch.tensor([row is None for row in rows])] = IGNORE
-        batch = {**batch, **self.facts(batch)}
+        batch = {**batch, **self.host_facts(batch)}
         numbers = torch.tensor([-1 if row is None else row for row in rows])
         if "sample_ids" not in batch:
             return {**batch, "loss_rows": numbers}
@@ -367,35 +295,25 @@ class PromptMaker(StepMaker):
 
     def make(self, step: int, shares: Shares) -> list[Any]:
         """Return (row of the dataset or None, place in the step, encoded sample) of each."""
-        places = [place for _, place in self._places(shares)]
-        return list(zip(shares[self.dp_rank], places, self._read(step, shares), strict=True))
+        places = itertools.count(sum(map(len, shares[: self.dp_rank])))
+        return list(zip(shares[self.dp_rank], places, self._read(step, shares), strict=False))
 
 
+@dataclass(eq=False)
 class PackedStepMaker(StepMaker):
     """Several samples a row. All replicas make the same number of micro-batches.
 
     `loss_packed_rows` has the rows of the dataset in a micro-batch; stages do not get it.
-
-    Args:
-        capacity: tokens of a row.
-        legal_counts: rounds a number of micro-batches up to one that the schedule can run.
-        agree: (step, number) -> the largest number of any replica. None: replicas cannot
-            communicate, so the rows of all of them are encoded here for their lengths.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        capacity: int,
-        legal_counts: Callable[[int], int],
-        agree: Callable[[int, int], int] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(dataset, **options)
-        self.capacity = capacity
-        self.legal_counts = legal_counts
-        self.agree = agree
+    _: KW_ONLY
+    capacity: int  # tokens of a row
+    legal_counts: Callable[[int], int]  # rounds micro-batches up to what the schedule can run
+    # (step, number) -> the largest of any replica; None: the rows of all are encoded here
+    agree: Callable[[int, int], int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.part.encode is None or self.part.pack is None:
             raise UserError(
                 "`packing` needs a `collate_fn` with `encode` and `pack`. Use `collate_fn` sft, or "
@@ -407,15 +325,13 @@ class PackedStepMaker(StepMaker):
         assert self.part.pack is not None
         rows, items = shares[self.dp_rank], self._read(step, shares)
         own = [item.length for item in items]
-        most_rows = len(pack(own, self.capacity))  # becomes the most rows of any replica
+        most_rows = len(pack(own, self.capacity))
         if self.agree is not None:
             most_rows = self.agree(step, most_rows)
         else:
-            for replica in range(len(shares)):
-                if replica != self.dp_rank:
-                    places = self._places(shares, replica)
-                    lengths = [self.rows.length(row, step, place) for row, place in places]
-                    most_rows = max(most_rows, len(pack(lengths, self.capacity)))
+            for replica in set(range(len(shares))) - {self.dp_rank}:
+                lengths = [item.length for item in self._read(step, shares, replica)]
+                most_rows = max(most_rows, len(pack(lengths, self.capacity)))
         count = self.legal_counts(-(-most_rows // self.micro_batch_size))
         bins = pack_into(own, self.capacity, count * self.micro_batch_size)
         fill = [sum(own[index] for index in members) for members in bins]
@@ -429,7 +345,7 @@ class PackedStepMaker(StepMaker):
             batch = self.part.pack([[items[index] for index in bins[row]] for row in group])
             members = [rows[index] for row in group for index in bins[row]]
             numbers = torch.tensor(members, dtype=torch.int64)
-            made.append({**batch, **self.facts(batch), "loss_packed_rows": numbers})
+            made.append({**batch, **self.host_facts(batch), "loss_packed_rows": numbers})
         return made
 
 

@@ -7,18 +7,27 @@ such a file exists, so that no error tells which files this machine has. Pixels 
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from stageline.data.images.image_settings import MAX_PIXELS, current_image_settings
 from stageline.errors import DataError
 
 # decoders of other formats are rarely used and a common target of attacks
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_PIXELS = 50_000_000  # 150 MB in RGB; a camera's largest common picture
 MAX_ASPECT = 200  # longer side / shorter side; the limit of Qwen's processors
 _ORIENTATION = 0x0112  # EXIF
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """Limits of images."""
+
+    max_pixels: int = MAX_PIXELS  # limit of one image; a larger one is refused before decoding
+    max_images: int | None = None  # limit of one sample; None: any number
 
 
 def open_picture(path: str | Any) -> Image.Image:
@@ -50,10 +59,8 @@ def check_shape(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) 
     elif max(width, height) > MAX_ASPECT * min(width, height):
         why = f"sides of more than {MAX_ASPECT} to 1"
     if why:
-        raise DataError(
-            f"{name}: the image {file_of(image)} of {width} x {height} has {why}. Scale the "
-            "picture, or take the row out."
-        )
+        what = f"the image {file_of(image)} of {width} x {height} has {why}"
+        raise DataError(f"{name}: {what}. Scale the picture, or take the row out.")
 
 
 def bad_image(file: object, error: Exception, *, name: str) -> DataError:
@@ -79,7 +86,6 @@ class ImageFolders:
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = list(roots)
         self._real_roots = [os.path.realpath(root) for root in roots]
-        self._max_pixels = current_image_settings().max_pixels
 
     def check_name(self, name: str, *, source: str) -> None:
         """Refuse a name that leads out of the folders; looks at files only where it must."""
@@ -90,15 +96,9 @@ class ImageFolders:
         """Return a picture that is not decoded."""
         path = self.locate(name, source=source, kind="image")
         try:
-            picture = open_picture(path)
+            return open_picture(path)
         except Exception as error:  # Pillow's readers can raise any exception
             raise bad_image(path, error, name=source) from error
-        try:
-            check_shape(picture, name=source, max_pixels=self._max_pixels)
-        except DataError:
-            picture.close()
-            raise
-        return picture
 
     def locate(self, name: str, *, source: str, kind: str = "video") -> str:
         """Return the file of an image, the file or folder of a video; links are followed."""

@@ -1,10 +1,8 @@
 """Image text and image tensors of any transformers processor, without pixels where none exist.
 
 The tokens of an image depend on its size only. So every rank runs the processor once per distinct
-size on a blank image, and gets the expanded text and the small integer inputs (image_grid_thw ...);
-only the first stage decodes and processes true pixels.
-
-Shapes: B rows, T tokens, N images of a micro-batch, M images of the fullest row, S tiles an image.
+size on a blank image; only the first stage decodes and processes true pixels. Shapes: B rows, T
+tokens, N images of a micro-batch, M images of the fullest row, S tiles an image.
 """
 
 import copy
@@ -17,13 +15,14 @@ import torch
 from PIL import Image, ImageFile, ImageOps
 
 from stageline.data.images.image_files import (
+    MAX_PIXELS,
+    ImageSettings,
     bad_image,
     check_shape,
     file_of,
     has_orientation,
     is_turned,
 )
-from stageline.data.images.image_settings import MAX_PIXELS, ImageSettings
 from stageline.data.text.processor import get_image_processor, get_image_token, get_tokenizer
 from stageline.data.text.rendered import Rendered
 from stageline.errors import DataError, UserError
@@ -113,9 +112,7 @@ class ImageExpander:
         """Return the expander of this processor; None for a tokenizer."""
         if get_image_processor(processor) is None:
             return None
-        if processor not in cls._known:
-            cls._known[processor] = cls(processor)
-        return cls._known[processor]
+        return cls._known.get(processor) or cls._known.setdefault(processor, cls(processor))
 
     def use(self, settings: ImageSettings) -> None:
         """Take limits; call it after the processor was changed, too."""
@@ -132,12 +129,11 @@ class ImageExpander:
                 output, texts = self._run(*blank)
             type_input: str | None = None
             type_of_id: dict[int, int] = {}
-            for name in _TYPE_INPUTS:
-                marks = zip(output["input_ids"][0], output.get(name, [[]])[0], strict=False)
-                type_of_id = {int(token_id): int(mark) for token_id, mark in marks if mark}
-                if type_of_id:
-                    type_input = name
-                    break
+            for name in filter(output.__contains__, _TYPE_INPUTS):
+                marks = zip(output["input_ids"][0], output[name][0], strict=True)
+                found = {int(token_id): int(mark) for token_id, mark in marks if mark}
+                if found and not type_of_id:
+                    type_input, type_of_id = name, found
             self._facts[size] = ImageFacts(
                 # Mllama's puts the first token of a text into each text that lacks it
                 text=texts[0].replace(getattr(self.processor, "bos_token", None) or "\0", ""),
@@ -150,17 +146,6 @@ class ImageExpander:
                 type_of_id=type_of_id,
             )
         return self._facts[size]
-
-    def expand(self, rendered: Rendered, sizes: Sequence[Size]) -> Rendered:
-        """Write out the processor's image token in each image piece; one size for each."""
-        token = self.image_token
-        if token is None or not sizes:
-            return rendered
-        pieces = [piece.text for piece in rendered if piece.is_image]
-        return rendered.with_image_texts(
-            text.replace(token, self.facts(size).text, 1)
-            for text, size in zip(pieces, sizes, strict=True)
-        )
 
     def side_inputs(self, sizes: Sequence[Size]) -> dict[str, torch.Tensor]:
         """Return the small integer inputs of all images of a micro-batch."""
@@ -206,12 +191,10 @@ class ImageExpander:
         """Return the `pixels` of images as datasets give them; `names` of rows are for errors."""
         most = self.settings.max_pixels
         rows = zip(images, names, strict=True)
-        return self.pixels(
-            [
-                [decode_image(image, name=name, max_pixels=most) for image in row]
-                for row, name in rows
-            ]
-        )
+        decoded = [
+            [decode_image(one, name=name, max_pixels=most) for one in row] for row, name in rows
+        ]
+        return self.pixels(decoded)
 
     def _run(
         self, texts: list[str], images: Sequence[Sequence[Image.Image]], **options: Any
@@ -288,32 +271,38 @@ def expand_images(
 ) -> Rendered:
     """Write out the tokens of all images of one sample."""
     sizes = [image_size(image) for image in images or ()]
-    if not sizes and not rendered.num_images:
-        return rendered
     expander = ImageExpander.of(processor)
-    most = expander.settings.max_images if expander is not None else None
-    if most is not None and len(sizes) > most:
-        raise DataError(
-            f"{name}: it has {len(sizes)} images; at most {most} are allowed. Take some out, "
-            "or raise `images.max_count`."
-        )
+    if expander is not None:
+        for image in images or ():
+            check_shape(image, name=name, max_pixels=expander.settings.max_pixels)
+        most = expander.settings.max_images
+        if most is not None and len(sizes) > most:
+            raise DataError(
+                f"{name}: it has {len(sizes)} images; at most {most} are allowed. Take some out, "
+                "or raise `images.max_count`."
+            )
     if rendered.num_images != len(sizes):
         raise DataError(
             f"{name}: its text has {rendered.num_images} places for its {len(sizes)} images. "
             "Write one [IMAGE], which takes all images of a sample, or one for each into the "
             "`prompt`."
         )
-    if expander is None:
+    if expander is None or expander.image_token is None or not sizes:
         return rendered
     token = expander.image_token
-    for piece in rendered:
-        if piece.is_image and token is not None and token not in piece.text:
+    places = [piece.text for piece in rendered if piece.is_image]
+    for text in places:
+        if token not in text:
             raise UserError(
-                f"{name}: the text for its image is {piece.text!r}, without {token!r}, which "
+                f"{name}: the text for its image is {text!r}, without {token!r}, which "
                 f"{type(processor).__name__} writes out. Use `image_token` auto."
             )
     try:
-        return expander.expand(rendered, sizes)
+        texts = [
+            text.replace(token, expander.facts(size).text, 1)
+            for text, size in zip(places, sizes, strict=True)
+        ]
+        return rendered.with_image_texts(texts)
     except ValueError as error:  # processors have limits of their own
         raise DataError(
             f"{name}: {type(expander.processor).__name__} does not take images of "

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from stageline.data.images.image_settings import ImageSettings
+from stageline.data.images.image_files import ImageSettings
 from stageline.data.images.images import ImageExpander
 from stageline.data.text.processor import get_image_processor, get_tokenizer
 from stageline.errors import UserError
@@ -23,11 +23,6 @@ class Tiling:
     min_pixels: int | None = None
     max_pixels: int | None = None
 
-    @property
-    def is_given(self) -> bool:
-        """Whether any limit is given."""
-        return self != Tiling()
-
     def __str__(self) -> str:
         given = {name: value for name, value in vars(self).items() if value is not None}
         return " ".join(f"`{name}` {value}" for name, value in given.items())
@@ -35,16 +30,16 @@ class Tiling:
 
 def apply_tiling(processor: Any, tiling: Tiling) -> None:
     """Change the image processor of a processor, in place."""
-    if not tiling.is_given:
+    if tiling == Tiling():
         return
     images = get_image_processor(processor)
-    if images is None:
-        raise _refusal(tiling, processor, "takes no images")
 
     def has(*names: str) -> bool:
         return all(hasattr(images, name) for name in names)
 
     # its settings tell its kind
+    if images is None:
+        raise _refusal(tiling, processor, "takes no images")
     if has("crop_to_patches", "min_patches", "max_patches"):  # InternVL, GOT-OCR2, Ovis2
         own = (images.min_patches, images.max_patches)
         images.min_patches, images.max_patches = _bounds(tiling, processor, "tiles", own)
@@ -53,18 +48,17 @@ def apply_tiling(processor: Any, tiling: Tiling) -> None:
         sizes = [*dict(images.crop_size or {}).values(), *dict(images.size).values()]
         side = next(size for size in sizes if size)
         tiles = {(h, w): (h // side) * (w // side) for h, w in images.image_grid_pinpoints}
-        own = (min(tiles.values()), max(tiles.values()))
-        low, high = _bounds(tiling, processor, "tiles", own)
+        low, high = _bounds(tiling, processor, "tiles", (min(tiles.values()), max(tiles.values())))
         kept = [list(grid) for grid, count in tiles.items() if low <= count <= high]
         if not kept:
             why = f"has grids of {', '.join(map(str, sorted(set(tiles.values()))))} tiles"
-            raise _refusal(tiling, processor, why, "choose limits with one of these between them")
+            raise _refusal(tiling, processor, why)
         images.image_grid_pinpoints = kept
     elif has("do_image_splitting", "max_image_size"):  # Idefics3 and SmolVLM: the longest edge,
-        _needs(tiling, processor, "tiles")  # in tiles, so that its square is not too many
-        if tiling.min_tiles is not None:
+        if tiling.min_tiles is not None:  # in tiles, so that its square is not too many
             raise _refusal(tiling, processor, "has no least number of tiles")
-        edge = math.isqrt(tiling.max_tiles or 1)
+        _, most = _bounds(tiling, processor, "tiles", (1, 1))
+        edge = math.isqrt(most)
         vocabulary = get_tokenizer(processor).get_vocab()
         while edge > 1 and f"<row_{edge}_col_{edge}>" not in vocabulary:
             edge -= 1
@@ -75,7 +69,7 @@ def apply_tiling(processor: Any, tiling: Tiling) -> None:
         low, high = _bounds(tiling, processor, "pixels", own)
         least = (images.patch_size * images.merge_size) ** 2
         if high < least:
-            raise _refusal(tiling, processor, f"makes one token of {least} pixels", "allow as many")
+            raise _refusal(tiling, processor, f"makes one token of {least} pixels")
         images.size = type(images.size)(shortest_edge=low, longest_edge=high)
     else:
         why = "makes of every image the same number of tiles, or decides it by itself"
@@ -89,30 +83,22 @@ def match_config(config: Any, processor: Any) -> None:
         config.image_grid_pinpoints = [list(grid) for grid in grids]
 
 
-def _refusal(
-    tiling: Tiling, processor: Any, why: str, instead: str = "leave the option out"
-) -> UserError:
+def _refusal(tiling: Tiling, processor: Any, why: str) -> UserError:
     name = type(get_image_processor(processor) or processor).__name__
-    return UserError(f"{tiling} does not fit {name}, which {why}. Instead, {instead}.")
-
-
-def _needs(tiling: Tiling, processor: Any, kind: str) -> None:
-    """Refuse limits of the other kind: pixels for tiles, tiles for pixels."""
-    if kind == "tiles" and (tiling.min_pixels, tiling.max_pixels) != (None, None):
-        raise _refusal(tiling, processor, "cuts images into tiles", "use `max_tiles`")
-    if kind == "pixels" and (tiling.min_tiles, tiling.max_tiles) != (None, None):
-        instead = "use `min_pixels`, `max_pixels`"
-        raise _refusal(tiling, processor, "has no tiles: it scales images", instead)
+    return UserError(f"{tiling} does not fit {name}, which {why}. Change the option or drop it.")
 
 
 def _bounds(tiling: Tiling, processor: Any, kind: str, own: tuple[int, int]) -> tuple[int, int]:
-    """Return both limits; one that was not given is the processor's own."""
-    _needs(tiling, processor, kind)
+    """Return both limits, in tiles or pixels; one that was not given is the processor's own."""
+    other = {"tiles": "pixels", "pixels": "tiles"}[kind]
+    if (getattr(tiling, f"min_{other}"), getattr(tiling, f"max_{other}")) != (None, None):
+        why = f"takes limits in {kind}: `min_{kind}`, `max_{kind}`"
+        raise _refusal(tiling, processor, why)
     low, high = getattr(tiling, f"min_{kind}"), getattr(tiling, f"max_{kind}")
     low, high = own[0] if low is None else low, own[1] if high is None else high
     if low > high:
-        why = f"has from {own[0]} to {own[1]} of itself"
-        raise _refusal(tiling, processor, why, f"give both, `min_{kind}` and `max_{kind}`")
+        why = f"has from {own[0]} to {own[1]} {kind} of itself: give `min_{kind}` and `max_{kind}`"
+        raise _refusal(tiling, processor, why)
     return low, high
 
 

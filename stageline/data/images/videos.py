@@ -44,19 +44,19 @@ def with_videos(
     placed: list[Any] = []
     messages = []
     for message in sample["messages"]:
-        if isinstance(message["content"], list):
+        content = message["content"]
+        if isinstance(content, list):
             parts: list[dict[str, Any]] = []
-            for part in message["content"]:
-                if part["type"] == "video":
-                    frames = next(videos)
+            for part in content:
+                found = {"video": videos, "image": ([one] for one in rest)}.get(part["type"])
+                if found is None:
+                    parts.append(part)
+                else:
+                    frames = next(found)
                     placed += frames
                     parts += [{"type": "image"}] * len(frames)
-                    continue
-                if part["type"] == "image":
-                    placed.append(next(rest))
-                parts.append(part)
-            message = {**message, "content": parts}
-        messages.append(message)
+            content = parts
+        messages.append({**message, "content": content})
     placed += rest  # the sample has no places for these
     others = {name: value for name, value in sample.items() if name != "videos"}
     return placed or None, {**others, "messages": messages}
@@ -65,63 +65,55 @@ def with_videos(
 def read_frames(
     video: str | Sequence[str], *, folders: ImageFolders, num_frames: int, source: str
 ) -> list[Image.Image]:
-    """Return at most `num_frames` frames of a video.
-
-    Args:
-        video: name of a folder of images or of a file, or the names of the frames.
-        source: the row, for errors.
-    """
+    """Return at most `num_frames` frames of a video: of a folder of images, a file, or a list."""
     if num_frames < 1:
         raise UserError(f"num_frames is {num_frames}. Give at least 1: a video becomes images.")
+    names: list[str] = []
     if not isinstance(video, str):
-        if not video:
-            raise _no_frames(source, "[]", "the list of its frames is empty")
-        names = [video[place] for place in frame_places(len(video), num_frames)]
-        return [folders.open(name, source=source) for name in names]
-    path = Path(folders.locate(video, source=source))
-    if path.is_dir():
+        names = list(video)
+    else:
+        path = Path(folders.locate(video, source=source))
+        if not path.is_dir():
+            return _frames_of_file(path, num_frames, source)
         there = (item for item in path.iterdir() if item.suffix.lower() in _IMAGES)
         files = sorted((item.name for item in there if item.is_file()), key=natural_key)
-        if not files:
-            raise _no_frames(source, video, f"the folder holds none of {', '.join(_IMAGES)}")
-        chosen = [files[place] for place in frame_places(len(files), num_frames)]
-        return [folders.open(f"{video}/{name}", source=source) for name in chosen]
-    read = _animation if path.suffix.lower() in ANIMATIONS else _decoded
+        names = [f"{video}/{name}" for name in files]
+    if not names:
+        raise DataError(
+            f"{source}: the video {video} has no frames: the folder holds none of "
+            f"{', '.join(_IMAGES)}. Correct the row."
+        )
+    chosen = frame_places(len(names), num_frames)
+    return [folders.open(names[place], source=source) for place in chosen]
+
+
+def _frames_of_file(path: Path, num_frames: int, source: str) -> list[Image.Image]:
+    """Return frames of an animation by Pillow; of other files by PyAV.
+
+    PyAV counts frames by decoding them: headers are often wrong.
+    """
     try:
-        frames = read(path, num_frames, source)
-    except (DataError, UserError):
-        raise
-    except Exception as error:  # decoders can raise any exception
-        raise bad_image(path, error, name=source) from error
-    if not frames:
-        raise _no_frames(source, str(path), "it has no frames")
-    return frames
-
-
-def _animation(path: Path, num_frames: int, source: str) -> list[Image.Image]:
-    with Image.open(path, formats=FORMATS) as opened:
-        check_shape(opened, name=source)
-        wanted = set(frame_places(getattr(opened, "n_frames", 1), num_frames))
-        frames = ImageSequence.Iterator(opened)
-        return [frame.convert("RGB") for place, frame in enumerate(frames) if place in wanted]
-
-
-def _decoded(path: Path, num_frames: int, source: str) -> list[Image.Image]:
-    """Return frames by PyAV, which counts them by decoding: headers are often wrong."""
-    try:
+        if path.suffix.lower() in ANIMATIONS:
+            with Image.open(path, formats=FORMATS) as opened:
+                check_shape(opened, name=source)
+                wanted = set(frame_places(getattr(opened, "n_frames", 1), num_frames))
+                frames = enumerate(ImageSequence.Iterator(opened))
+                return [frame.convert("RGB") for place, frame in frames if place in wanted]
         import av
+
+        with av.open(str(path)) as video:
+            wanted = set(frame_places(sum(1 for _ in video.decode(video=0)), num_frames))
+        with av.open(str(path)) as video:
+            decoded = enumerate(video.decode(video=0))
+            found = [frame.to_image() for place, frame in decoded if place in wanted]
+        assert found, "it has no frames"
+        return found
     except ImportError as error:
         raise UserError(
             f"{source}: the video {path} needs the package av. Run bash scripts/setup.sh video (or "
             "pip install av), or make images of it (ffmpeg -i VIDEO FOLDER/%05d.jpg)."
         ) from error
-    with av.open(str(path)) as opened:
-        count = sum(1 for _ in opened.decode(video=0))
-    wanted = set(frame_places(count, num_frames))
-    with av.open(str(path)) as opened:
-        decoded = enumerate(opened.decode(video=0))
-        return [frame.to_image() for place, frame in decoded if place in wanted]
-
-
-def _no_frames(source: str, video: str, what: str) -> DataError:
-    return DataError(f"{source}: the video {video} cannot be used: {what}. Correct the row.")
+    except DataError:
+        raise
+    except Exception as error:  # decoders can raise any exception
+        raise bad_image(path, error, name=source) from error

@@ -1,7 +1,6 @@
 """Rows that may be left out of a run: counted, listed, and limited in number.
 
-Without `leaving_out` the first bad row ends the run. Every rank reads the same files in the same
-way, so all leave out the same rows without talking.
+Without `leaving_out` the first bad row ends the run. Every rank leaves out the same rows.
 """
 
 import contextlib
@@ -14,15 +13,11 @@ from stageline.errors import DataError
 
 
 class BadRows:
-    """The rows that were left out.
-
-    Attributes:
-        reasons: source of a row (file and line) -> what is wrong with it.
-    """
+    """The rows that were left out."""
 
     def __init__(self, limit: int = 0) -> None:
         self.limit = limit  # most rows that may be left out; 0: none
-        self.reasons: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}  # source of a row (file and line) -> what is wrong
 
     def __len__(self) -> int:
         return len(self.reasons)
@@ -51,13 +46,12 @@ class BadRows:
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-_current: ContextVar[BadRows | None] = ContextVar("bad_rows", default=None)
+_current: ContextVar[BadRows] = ContextVar("bad_rows", default=BadRows())  # noqa: B039
 
 
 def current_bad_rows() -> BadRows:
     """Return where a reader notes a bad row: the one of `leaving_out`, or one that takes none."""
-    bad_rows = _current.get()
-    return BadRows() if bad_rows is None else bad_rows
+    return _current.get()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +29,11 @@ TAGS = {
     "system_tag": ("system", "system"),
 }
 _CALL = "function call"
-_PART_TYPES = ("text", "image", "image_url", "video", "video_url")
+IMAGE_TYPES = ("image", "image_url")
+_MEDIA = (*IMAGE_TYPES, "video", "video_url")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_MESSAGE_FIELDS = (
-    *("role", "content", "name", "tool_calls", "function_call", "tool_call_id"),
-    *_REASONING,
-    *WEIGHTS,
-)
+_OWN_FIELDS = ("role", "content", "name", "tool_calls", "function_call", "tool_call_id")
+_MESSAGE_FIELDS = (*_OWN_FIELDS, *_REASONING, *WEIGHTS)
 _THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
 _A_TOOL = 'a list of {"name": ..., "parameters": ...}'
 _A_CALL = 'JSON such as {"name": "search", "arguments": {"words": "tea"}}'
@@ -72,18 +70,15 @@ def make_tags(formatting: str, own: Mapping[str, str] | None = None) -> Tags:
     is_openai = formatting == "openai"
     words = {tag: both[is_openai] for tag, both in TAGS.items()} | dict(own or {})
     roles = {"developer": "system", "function": "tool"} if is_openai else {}
-    roles |= {
-        words["user_tag"]: "user",
-        words["assistant_tag"]: "assistant",
-        words["observation_tag"]: "tool",
-        words["function_tag"]: _CALL,
-        words["system_tag"]: "system",
-    }
+    kinds = {"user": "user", "assistant": "assistant", "observation": "tool", "function": _CALL}
+    kinds["system"] = "system"
+    roles |= {words[f"{kind}_tag"]: role for kind, role in kinds.items()}
     return Tags(words["role_tag"], words["content_tag"], roles)
 
 
 OPENAI_TAGS = make_tags("openai")
 SHAREGPT_TAGS = make_tags("sharegpt")
+PLAIN_TAGS = Tags("role", "content", {})  # messages that go into a template have any role
 
 
 def read_messages(value: Any, tags: Tags, *, column: str) -> list[Message]:
@@ -91,7 +86,7 @@ def read_messages(value: Any, tags: Tags, *, column: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise bad_row(f"the column {column!r} {state_of(value)}", "a list of messages")
     return [
-        _read_message(message, tags, place=f"message {number} of {column!r}")
+        read_message(message, tags, place=f"message {number} of {column!r}")
         for number, message in enumerate(value)
     ]
 
@@ -107,65 +102,78 @@ def read_answer(value: Any, tags: Tags, *, column: str) -> list[Message]:
     kinds = (tags, OPENAI_TAGS, SHAREGPT_TAGS)
     tags = next((kind for kind in kinds if kind.role in first), tags)
     if first is value:
-        return [_read_message(value, tags, place=f"the column {column!r}")]
+        return [read_message(value, tags, place=f"the column {column!r}")]
     return read_messages(value, tags, column=column)
 
 
-def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
+def read_message(message: Any, tags: Tags, *, place: str) -> Message:
+    """Return a message in OpenAI's form; with `PLAIN_TAGS`, one that is in this form already."""
     if not isinstance(message, Mapping) or tags.role not in message:
-        wanted = f"an object with {tags.role!r} and {tags.content!r}"
+        wanted = f"an object with {tags.role} and {tags.content}"
         raise bad_row(f"{place} is {shown(message)}", wanted)
-    own = message[tags.role]
+    own, is_plain = message[tags.role], tags is PLAIN_TAGS
     role = tags.roles.get(own) if isinstance(own, str) else None
+    if is_plain and isinstance(own, str) and own.replace("_", "").isalnum():
+        role = own  # a word, which holds no special token
     if role is None:
         what = f"{place} has the {tags.role} {shown(own)}"
-        raise bad_row(what, f"one of {', '.join(tags.roles)}")
-    known = {tags.role, tags.content, *_MESSAGE_FIELDS}
-    fields = [str(key) for key, value in message.items() if value is not None and key not in known]
-    if fields:
-        _warn_left_out(tuple(sorted(fields)))
+        raise bad_row(what, f"one of {', '.join(tags.roles) or 'user, assistant and others'}")
     is_answer = role in ("assistant", _CALL)
     read: Message = {"role": "assistant" if is_answer else role, "content": None}
     if not is_learnt(message, place, is_answer=is_answer) and is_answer:
         read["weight"] = 0
+    known = {tags.role, tags.content, *_MESSAGE_FIELDS}
+    filled = {str(key): value for key, value in message.items() if value is not None}
+    if fields := sorted(filled.keys() - known):
+        if is_plain:
+            raise bad_row(f"{place} has the fields {', '.join(fields)}", "those of a chat message")
+        _warn_left_out(tuple(fields))
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if not isinstance(filled.get(name, ""), str):
+            raise bad_row(f"{place} has the {name} {shown(filled[name])}", "text")
     content = message.get(tags.content)
     if role == _CALL:
         # JSON, perhaps behind a thought
         thought = _THOUGHT.match(content) if isinstance(content, str) else None
-        calls = parsed(content if thought is None else thought.string[thought.end() :])
+        text = content if thought is None else thought.string[thought.end() :]
+        calls = read_json(text, f"{place} calls a function by", _A_CALL)
         calls = [calls] if isinstance(calls, dict) else calls
         if not isinstance(calls, list) or not calls:
             raise bad_row(f"{place} calls a function by {shown(content)}", _A_CALL)
-        read |= {"content": "", "tool_calls": [_call(call, place) for call in calls]}
+        read |= {"content": "", "tool_calls": [read_call(call, place) for call in calls]}
         return {**read, "reasoning_content": thought[1].strip()} if thought else read
-    if is_answer:
-        calls = message.get("tool_calls")
-        if not calls and isinstance(message.get("function_call"), Mapping):
-            calls = [message["function_call"]]  # OpenAI's form before tool_calls
-        if calls:
-            if not isinstance(calls, list):
-                raise bad_row(f"{place} has the tool_calls {shown(calls)}", _A_CALL)
-            read["tool_calls"] = [_call(call, place) for call in calls]
-        thoughts = [message.get(name) for name in _REASONING]
-        thoughts = [thought for thought in thoughts if isinstance(thought, str) and thought]
-        if thoughts:
-            read["reasoning_content"] = thoughts[0]
-    content = "" if content is None and "tool_calls" in read else content
+    calls = filled.get("tool_calls")
+    if not calls and isinstance(filled.get("function_call"), Mapping):
+        calls = [filled["function_call"]]  # OpenAI's form before tool_calls
+    thoughts = [filled.get(name) for name in _REASONING]
+    thoughts = [thought for thought in thoughts if isinstance(thought, str) and thought]
+    if (calls or thoughts) and not is_answer:
+        what = f"{place} of {role} has {'tool_calls' if calls else 'reasoning_content'}"
+        raise bad_row(what, "it only with an assistant's message")
+    if calls and not isinstance(calls, list):
+        raise bad_row(f"{place} has the tool_calls {shown(calls)}", f"a list of {_A_CALL}")
+    if calls:
+        read["tool_calls"] = [read_call(call, place) for call in calls]
+    if thoughts:
+        read["reasoning_content"] = thoughts[0]
+    content = "" if content is None and (calls or thoughts) else content
     if isinstance(content, list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            is_text = kind == "text" and isinstance(part.get("text"), str)
-            if not is_text and kind not in _PART_TYPES[1:]:
-                wanted = f'{{"type": "text", "text": ...}} or one of {", ".join(_PART_TYPES[1:])}'
-                raise bad_row(f"{place} has the part {shown(part)}", wanted)
-        content = [dict(part) for part in content]
+        media = IMAGE_TYPES if is_plain else _MEDIA
+        content = [dict(part) for part in read_parts(content, place, media)]
     elif not isinstance(content, str):
         raise bad_row(f"the content of {place} {state_of(content)}", "text, or a list of parts")
-    read["content"] = content
-    for name in ("name", "tool_call_id"):
-        if isinstance(message.get(name), str):
-            read[name] = message[name]
-    return read
+    names = [name for name in ("name", "tool_call_id") if name in filled]
+    return {**read, "content": content, **{name: filled[name] for name in names}}
+
+
+def read_parts(parts: list[Any], place: str, media: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the parts of a message; refuse those that are neither text nor of these types."""
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in media and not (kind == "text" and isinstance(part.get("text"), str)):
+            wanted = f'{{"type": "text", "text": ...}} or one of {", ".join(media)}'
+            raise bad_row(f"{place} has the part {shown(part)}", wanted)
+    return parts
 
 
 @functools.cache
@@ -216,9 +224,7 @@ def with_row_weights(row: Mapping[str, Any], messages: Any) -> Any:
 
 def read_tools(value: Any, *, column: str) -> list[dict[str, Any]]:
     """Return tools in OpenAI's form, from a list or its JSON; [] where there is none."""
-    if value in (None, "", []):
-        return []
-    tools = parsed(value)
+    tools = read_json(value or [], f"the column {column!r} is", _A_TOOL)
     tools = [tools] if isinstance(tools, dict) else tools
     if not isinstance(tools, list):
         raise bad_row(f"the column {column!r} is {shown(value)}", _A_TOOL)
@@ -230,15 +236,19 @@ def read_tools(value: Any, *, column: str) -> list[dict[str, Any]]:
     ]
 
 
-def _call(call: Any, place: str) -> dict[str, Any]:
-    """Return a call in OpenAI's form, its arguments as an object."""
+def read_call(call: Any, place: str) -> dict[str, Any]:
+    """Return a call in OpenAI's form, its arguments as an object.
+
+    Chat templates write the object themselves; given text, most would write JSON in JSON.
+    """
     function = _function_of(call)
     if function is None:
-        raise bad_row(f"{place} has the call {shown(call)}", _A_CALL)
-    given = function.get("arguments", function.get("parameters", {}))
-    arguments = {} if given in (None, "") else parsed(given)
+        raise bad_row(f"{place} has the tool call {shown(call)}", _A_CALL)
+    given = function.get("arguments", function.get("parameters")) or {}
+    what = f"{place} calls {function['name']!r} with"
+    arguments = read_json(given, what, _A_CALL)
     if not isinstance(arguments, dict):
-        raise bad_row(f"{place} calls {function['name']!r} with {shown(given)}", _A_CALL)
+        raise bad_row(f"{what} {shown(given)}", _A_CALL)
     kept = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     made = {"name": function["name"], "arguments": arguments}
     return {**kept, "type": "function", "function": made}
@@ -251,16 +261,16 @@ def _function_of(value: Any) -> dict[str, Any] | None:
     return function if is_named else None
 
 
-def parsed(value: Any) -> Any:
-    """Return the value of JSON text, None where it is none; what is not text stays."""
+def read_json(value: Any, what: str, wanted: str) -> Any:
+    """Return the value of JSON text; what is not text stays."""
     if not isinstance(value, str):
         return value
     try:
         read = json.loads(value)
         check_value(read)
-        return read
-    except (ValueError, RecursionError):
-        return None
+    except (ValueError, RecursionError) as error:
+        raise bad_row(f"{what} {shown(value)}, which is not JSON ({error})", wanted) from None
+    return read
 
 
 def names_text(names: Iterable[Any]) -> str:

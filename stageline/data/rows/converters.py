@@ -1,6 +1,7 @@
 """Makes samples of rows that are written in the format of a data set, or finds out which it is."""
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,12 +38,8 @@ _TEXT_COLUMNS = {
     "openai": {"messages": "messages", "prompt": "prompt", "response": "completion"},
     "text": {"text": "text"},
 }
-_TEXT_NAMES = {name for columns in _TEXT_COLUMNS.values() for name in columns}
 _SHARED_COLUMNS = ("system", "tools", "images", "videos", "chosen", "rejected", "kto_tag")
-_DISTINCTIVE = (
-    *("messages", "conversations", "instruction", "prompt", "completion"),
-    *("chosen", "rejected", "text"),
-)
+_DISTINCTIVE = "messages conversations instruction prompt completion chosen rejected text".split()
 _PLACEHOLDER = re.compile(r"(<image>|<video>)")
 _KIND = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 
@@ -69,9 +66,9 @@ def make_converter(
         UserError: an unknown format, column or tag.
     """
     columns = dict(columns or {})
+    known = [formatting] if formatting in _TEXT_COLUMNS else [*_TEXT_COLUMNS]
     _check_known("the formatting", [formatting], ("auto", *_TEXT_COLUMNS))
-    known = [formatting] if formatting in _TEXT_COLUMNS else _TEXT_COLUMNS
-    _check_known("a name in `columns`", columns, _columns_of(*known))
+    _check_known("a name in `columns`", columns, [*_text_names(known), *_SHARED_COLUMNS])
     _check_known("a name in `tags`", tags or (), TAGS)
     if formatting == "auto" and tags:
         raise UserError(
@@ -81,21 +78,17 @@ def make_converter(
     @functools.cache
     def make(formatting: str, messages: str | None = None) -> Callable[..., FormattedRow]:
         """Return `FormattedRow` for a formatting; `messages` is their column if not the usual."""
-        own = {name: column for name, column in columns.items() if name in _columns_of(formatting)}
-        if messages is not None:
-            own["messages"] = messages
+        text: dict[str, str | None] = {**_TEXT_COLUMNS[formatting]}
+        shared = {name: name for name in _SHARED_COLUMNS}
+        own = {name: column for name, column in columns.items() if name in {*text, *shared}}
+        own |= {} if messages is None else {"messages": messages}
         named = frozenset(name for name, column in own.items() if column)
-        text: dict[str, str | None] = dict.fromkeys(_TEXT_COLUMNS[formatting])
-        if not _TEXT_NAMES & named:
-            text.update(_TEXT_COLUMNS[formatting])
+        if named.intersection(_text_names(_TEXT_COLUMNS)):  # the others do not exist
+            text = dict.fromkeys(text)
         return functools.partial(
             FormattedRow,
             formatting=formatting,
-            columns={
-                **text,
-                **{name: name for name in _SHARED_COLUMNS},
-                **{name: column or None for name, column in own.items()},
-            },
+            columns={**text, **shared, **{name: column or None for name, column in own.items()}},
             tags=make_tags(formatting, tags),
             ranking=ranking or "chosen" in named,
             named=named,
@@ -113,13 +106,9 @@ def make_converter(
     return convert
 
 
-# -- how a row is written ------------------------------------------------------------------------
-
-
-def _columns_of(*formattings: str) -> list[str]:
-    """Return what columns can be named for any of some formats."""
-    text = [name for formatting in formattings for name in _TEXT_COLUMNS[formatting]]
-    return [*dict.fromkeys(text), *_SHARED_COLUMNS]
+def _text_names(formattings: Iterable[str]) -> list[str]:
+    names = [name for formatting in formattings for name in _TEXT_COLUMNS[formatting]]
+    return [*dict.fromkeys(names)]
 
 
 def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
@@ -140,29 +129,27 @@ def _find_format(columns: Mapping[str, str], row: Mapping[str, Any]) -> tuple[st
         found.append("instruction")
     if "prompt" in has and {"completion", "chosen"} & has and not found:
         found.append("prompt")
-    unclear = "no column that names its format"
-    if len(found) > 1:
-        unclear = f"columns of several formats, {', '.join(found)}"
-    elif found in (["messages"], ["conversations"]):
-        # the fields of the first message decide
-        column = columns.get(found[0], found[0])
-        messages = row[column]
-        first = messages[0] if isinstance(messages, list) and messages else None
-        fields = set(first) if isinstance(first, Mapping) else set()
-        kinds = {"openai": OPENAI_TAGS, "sharegpt": SHAREGPT_TAGS}
-        fitting = [kind for kind, tags in kinds.items() if tags.role in fields]
-        if len(fitting) == 1:
-            is_usual = column == _TEXT_COLUMNS[fitting[0]]["messages"]
-            return (fitting[0],) if is_usual else (fitting[0], column)
-        unclear = f"messages in {column!r} that begin with {shown(first)}"
-    elif found:
-        return ("alpaca",) if found == ["instruction"] else ("openai",)
-    elif {"chosen", "rejected"} <= has:
-        return ("openai",)
-    elif {"question", "answer"} <= there:
-        return ()
-    elif "text" in has:
-        return ("text",)
+    unclear = f"columns of several formats, {', '.join(found)}"
+    if len(found) <= 1:
+        unclear = "no column that names its format"
+        if found == ["instruction"]:
+            return ("alpaca",)
+        if found == ["prompt"] or (not found and {"chosen", "rejected"} <= has):
+            return ("openai",)
+        if not found and {"question", "answer"} <= there:
+            return ()
+        if not found and "text" in has:
+            return ("text",)
+        if found:  # the fields of the first message decide
+            column = columns.get(found[0], found[0])
+            first = row[column][0] if isinstance(row[column], list) and row[column] else None
+            fields = set(first) if isinstance(first, Mapping) else set()
+            kinds = {"openai": OPENAI_TAGS, "sharegpt": SHAREGPT_TAGS}
+            fitting = [kind for kind, tags in kinds.items() if tags.role in fields]
+            if len(fitting) == 1:
+                is_usual = column == _TEXT_COLUMNS[fitting[0]]["messages"]
+                return (fitting[0],) if is_usual else (fitting[0], column)
+            unclear = f"messages in {column!r} that begin with {shown(first)}"
     raise bad_row(
         f"the row has {unclear}; seen were {names_text(row)}",
         "one of conversations (from, value), messages (role, content), instruction, prompt "
@@ -192,8 +179,7 @@ class FormattedRow:
     @property
     def has_pair(self) -> bool:
         """The set is a ranking, or the row has both answers of a preference."""
-        both = self.value("chosen") is not None and self.value("rejected") is not None
-        return self.ranking or both
+        return self.ranking or None not in (self.value("chosen"), self.value("rejected"))
 
     @property
     def has_label(self) -> bool:
@@ -217,9 +203,6 @@ class FormattedRow:
         return read_answer(self.value(what), self.tags, column=self.name(what))
 
 
-# -- samples -------------------------------------------------------------------------------------
-
-
 def _converted(row: FormattedRow) -> dict[str, Any]:
     if row.formatting == "text":
         text = row.value("text")
@@ -229,16 +212,13 @@ def _converted(row: FormattedRow) -> dict[str, Any]:
     sample = _CONVERT[row.formatting](row)
     if "messages" not in sample:
         return sample
-    system, first = row.value("system"), sample["messages"][0]
-    if system:
+    system, first = row.text("system"), sample["messages"][0]
+    if system and first["role"] != "system":
+        sample["system"] = system
+    elif system and first["content"] != system:
         what = f"the column {row.name('system')!r} is {shown(system)}"
-        if not isinstance(system, str):
-            raise bad_row(what, "text")
-        if first["role"] != "system":
-            sample["system"] = system
-        elif first["content"] != system:
-            what += f", and the first message is the system's, {shown(first['content'])}"
-            raise bad_row(what, "one of them")
+        what += f", and the first message is the system's, {shown(first['content'])}"
+        raise bad_row(what, "one of them")
     tools = read_tools(row.value("tools"), column=row.name("tools"))
     if tools:
         sample["tools"] = tools
@@ -262,9 +242,9 @@ def _convert_sharegpt(row: FormattedRow) -> dict[str, Any]:
 
 def _convert_alpaca(row: FormattedRow) -> dict[str, Any]:
     """Convert instruction, input and output; text where only the prompt's column is named."""
-    if row.columns.get("response") is None and "prompt" in row.named:
-        if not row.has_pair:
-            return {"text": row.text("prompt", is_needed=True)}
+    has_answers = row.columns.get("response") is not None or row.has_pair
+    if "prompt" in row.named and not has_answers:
+        return {"text": row.text("prompt", is_needed=True)}
     question = "\n".join(part for name in ("prompt", "query") if (part := row.text(name)))
     if not question:
         names = " and ".join(repr(row.name(name)) for name in ("prompt", "query"))
@@ -297,12 +277,10 @@ def _convert_openai(row: FormattedRow) -> dict[str, Any]:
         what = f"the row has neither {both.format('nor')}, but {names_text(row.data)}"
         raise bad_row(what, "one of them")
     column = there[0] if there else "prompt"
-    value = row.value(column)
-    if not there:
-        messages = []
-    elif column == "prompt" and isinstance(value, str):
-        messages = [{"role": "user", "content": value}]
-    else:
+    messages: list[Message] = []
+    if column == "prompt" and isinstance(row.value(column), str):
+        messages = [{"role": "user", "content": row.value(column)}]
+    elif there:
         messages = row.messages(column)
     if row.has_pair:
         return _pair(row, messages)
@@ -317,11 +295,7 @@ def _convert_openai(row: FormattedRow) -> dict[str, Any]:
     return _with_label(messages, row)
 
 
-_CONVERT = {
-    "alpaca": _convert_alpaca,
-    "sharegpt": _convert_sharegpt,
-    "openai": _convert_openai,
-}
+_CONVERT = {"alpaca": _convert_alpaca, "sharegpt": _convert_sharegpt, "openai": _convert_openai}
 
 
 def _pair(row: FormattedRow, prompt: list[Message]) -> dict[str, Any]:
@@ -332,17 +306,15 @@ def _pair(row: FormattedRow, prompt: list[Message]) -> dict[str, Any]:
         most, same = min(len(chosen), len(rejected)) - 1, 0
         while same < most and chosen[same] == rejected[same]:
             same += 1
-        if chosen[same]["role"] != "assistant" or rejected[same]["role"] != "assistant":
-            what = (
-                f"{row.name('chosen')!r} and {row.name('rejected')!r} differ first in message "
-                f"{same}, of the {chosen[same]['role']} and the {rejected[same]['role']}"
-            )
+        roles = chosen[same]["role"], rejected[same]["role"]
+        if roles != ("assistant", "assistant"):
+            what = f"{row.name('chosen')!r} and {row.name('rejected')!r} differ first in message "
+            what += f"{same}, of the {' and the '.join(roles)}"
             raise bad_row(what, "the same prompt in both, and then the assistant's answers")
         whole, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
         if prompt and whole[-len(prompt) :] != prompt:
-            other = shown(whole[-1]["content"] if whole else None)
             what = f"the prompt is {shown(prompt[-1]['content'])}, and both answers are "
-            what += f"conversations that begin with another one, {other}"
+            what += f"conversations that begin with {shown(whole[-1:])}"
             raise bad_row(what, "the same prompt")
         prompt = whole
     _check_last(chosen, has_answer=True, column=row.name("chosen"))
@@ -363,9 +335,8 @@ def _check_last(messages: Sequence[Message], *, has_answer: bool, column: str) -
 
 
 def _with_label(messages: list[Message], row: FormattedRow) -> dict[str, Any]:
-    if not row.has_label:
-        return {"messages": messages}
-    return {"messages": messages, "label": _label(row.value("kto_tag"), row.name("kto_tag"))}
+    label = (row.value("kto_tag"), row.name("kto_tag"))
+    return {"messages": messages, **({"label": _label(*label)} if row.has_label else {})}
 
 
 def _label(value: Any, column: str) -> bool:
@@ -383,39 +354,28 @@ def says_label(value: Any) -> bool:
     return isinstance(value, bool) or is_word
 
 
-# -- images and videos ---------------------------------------------------------------------------
-
-
 def _place_media(messages: list[Message], row: FormattedRow) -> dict[str, list[Any]]:
     """Turn <image> and <video> in texts into parts; return `images` and `videos` in their order.
 
     Only where the row has the column are they places; elsewhere, and in answers, they are text.
     Names without a place come before the first message of the user.
     """
-    names = {kind: _names(row, kind) for kind in ("image", "video")}
+    names = {kind: _names(row, kind) for kind in ("video", "image")}
     given = {f"<{kind}>" for kind, value in names.items() if value is not None}
     has_parts = any(isinstance(message["content"], list) for message in messages)
-    if not given and not has_parts:
-        return {}
-    for message in messages:
-        if has_parts or message["role"] == "assistant":  # a row with parts has no placeholders
+    for message in messages if given and not has_parts else ():
+        texts = [text for text in _PLACEHOLDER.split(message["content"]) if text]
+        if message["role"] == "assistant" or given.isdisjoint(texts):
             continue
-        parts: list[dict[str, str]] = []
-        for text in _PLACEHOLDER.split(message["content"]):
-            if text in given:
-                parts.append({"type": text[1:-1]})
-            elif text and parts and parts[-1]["type"] == "text":
-                parts[-1]["text"] += text
-            elif text:
-                parts.append({"type": "text", "text": text})
-        if any(part["type"] != "text" for part in parts):
-            message["content"] = parts
-    media = {}
-    for kind in ("video", "image"):  # put before the text one after the other: images are first
-        found = _fill(messages, kind, names[kind])
-        if found:
-            media[f"{kind}s"] = found
-    return media
+        message["content"] = []
+        for is_place, group in itertools.groupby(texts, key=lambda text: text in given):
+            if is_place:
+                message["content"] += [{"type": text[1:-1]} for text in group]
+            else:
+                message["content"].append({"type": "text", "text": "".join(group)})
+    # put before the text one after the other: images are first
+    media = {f"{kind}s": _fill(messages, kind, found or []) for kind, found in names.items()}
+    return {kind: found for kind, found in media.items() if found}
 
 
 def _names(row: FormattedRow, kind: str) -> list[Any] | None:
@@ -433,24 +393,23 @@ def _names(row: FormattedRow, kind: str) -> list[Any] | None:
     return value
 
 
-def _fill(messages: Sequence[Message], kind: str, names: list[Any] | None) -> list[Any]:
+def _fill(messages: Sequence[Message], kind: str, names: list[Any]) -> list[Any]:
     """Return the names in the order of their places, and remove them from the parts."""
     contents = [one["content"] for one in messages if isinstance(one["content"], list)]
     places = [part for content in contents for part in content if _KIND.get(part["type"]) == kind]
-    own = [file_of_part(part) for part in places]
-    for part in places:
-        part.clear()
-        part["type"] = kind
-    rest = list(names or ())
-    if not places and rest:
+    if not places and names:
         message = next((message for message in messages if message["role"] == "user"), None)
         if message is None:
             raise bad_row("no message is of the user", "one with the row's images")
         content = message["content"]
         text = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        message["content"] = [*({"type": kind} for _ in rest), *text]
-        return rest
-    num_open = sum(name is None for name in own)
+        message["content"] = [*({"type": kind} for _ in names), *text]
+        return names
+    own, rest = [file_of_part(part) for part in places], list(names)
+    for part in places:
+        part.clear()
+        part["type"] = kind
+    num_open = own.count(None)
     if num_open != len(rest):
         what = f"the row has {num_open} places for {kind}s and {len(rest)} names"
         raise bad_row(what, f"as many places (<{kind}>, or a part) as names")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from stageline.data.batches.collate_part import ROLES
 from stageline.data.rows.bad_rows import current_bad_rows
-from stageline.data.rows.conversations import names_text, state_of
+from stageline.data.rows.conversations import IMAGE_TYPES, names_text, state_of
 from stageline.data.rows.converters import file_of_part, make_converter, says_label
 from stageline.data.rows.read_rows import Row, read_rows
 from stageline.data.rows.readers import (
@@ -22,14 +22,13 @@ from stageline.data.rows.readers import (
 )
 from stageline.errors import DataError, UserError
 
-_IMAGE_TYPES = ("image", "image_url")
 _PROMPT_NAMES = ("question", "prompt", "instruction")
 _MEMBERS = ("anchor", "positive", "negatives")  # members of a group
 # columns that a sample made by a converter has in its own form, or not at all
-_CONVERTED = {
-    *("conversations", "messages", "chosen", "rejected", "completion", "history", "kto_tag"),
-    *("system", "tools", "images", "image", "videos", "video"),
-}
+_CONVERTED = set(
+    "conversations messages chosen rejected completion history kto_tag system tools images image "
+    "videos video".split()
+)
 
 
 class JsonLines(RowsDataset):
@@ -139,15 +138,13 @@ def _needs_converter(data: dict[str, Any]) -> bool:
     messages = data.get("messages")
     if not isinstance(messages, list):
         return False
-    has_call = any(
-        message.get("tool_calls")
-        or message.get("function_call")
-        or message.get("role") in ("tool", "function")
-        for message in messages
-        if isinstance(message, dict)
+    told = [message for message in messages if isinstance(message, dict)]
+    return (
+        bool({"kto_tag", "tools", "videos"} & there)
+        or says_label(data.get("label"))
+        or any(one.get("tool_calls") or one.get("function_call") for one in told)
+        or any(one.get("role") in ("tool", "function") for one in told)
     )
-    has_label = "kto_tag" in there or says_label(data.get("label"))
-    return has_label or has_call or bool({"tools", "videos"} & there)
 
 
 def _has_text(sample: dict[str, Any]) -> bool:
@@ -164,7 +161,7 @@ def image_names(source: str, sample: dict[str, Any]) -> list[str] | None:
     names = sample.get("images", sample.get("image"))
     names = [names] if isinstance(names, str) else names
     if names is None:
-        files = [file_of_part(part) for part in parts if part.get("type") in _IMAGE_TYPES]
+        files = [file_of_part(part) for part in parts if part.get("type") in IMAGE_TYPES]
         names = [name for name in files if name]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DataError(
@@ -192,36 +189,29 @@ class PromptRows(RowsDataset):
     """Prompts, one a sample; the answer is empty unless the row has one.
 
     A row is {"question": ...} (or prompt, or instruction and input) with "image" if there is one,
-    or {"messages": [...]}. Its `id` is its own, or made of its place and its content, so that a
-    prompt that was changed is answered again.
-
-    Args:
-        texts: the prompts themselves.
-        path: a file of prompts: .jsonl or .json with rows; any other has one prompt a line.
+    or {"messages": [...]}; files but .jsonl and .json have one prompt a line. The `id` is its
+    own, or made of its place and content, so that a prompt that was changed is answered again.
     """
 
     def __init__(self, texts: Sequence[str] = (), *, path: str | Path | None = None) -> None:
         rows = [Row(text, f"`text` {place}", place) for place, text in enumerate(texts, start=1)]
-        self._name = "text"
-        roots: list[Path] = []
-        if path is not None:
-            file = Path(path)
-            self._name = file.stem
-            roots = [file.parent, file.parent / "images"]
-            if file.suffix in (".jsonl", ".json"):
-                rows += read_rows(file)
-            else:
-                lines = read_rows(file, "text")
-                rows += [Row(row.data["text"].strip(), row.source, row.number) for row in lines]
+        file = None if path is None else Path(path)
+        self._name = "text" if file is None else file.stem
+        if file is not None and file.suffix in (".jsonl", ".json"):
+            rows += read_rows(file)
+        elif file is not None:
+            lines = read_rows(file, "text")
+            rows += [Row(row.data["text"].strip(), row.source, row.number) for row in lines]
+        roots = [] if file is None else [file.parent, file.parent / "images"]
         super().__init__(rows, image_roots=roots)
 
     def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
         sample = {"question": row.data} if isinstance(row.data, str) else dict(row.data)
         name = next((name for name in _PROMPT_NAMES if isinstance(sample.get(name), str)), None)
-        if sample.get("messages") is not None:
-            told = sample["messages"] if isinstance(sample["messages"], list) else []
-            asked = [m for m in told if isinstance(m, dict) and m.get("role") == "user"]
-            text = asked[-1].get("content") if asked else ""
+        if isinstance(sample.get("messages"), list):
+            told = [one for one in sample["messages"] if isinstance(one, dict)]
+            asked = [one.get("content") for one in told if one.get("role") == "user"]
+            text = asked[-1] if asked else ""
             sample.setdefault("question", text if isinstance(text, str) else json.dumps(text))
         elif name is None:
             raise DataError(
@@ -272,16 +262,17 @@ class Groups(JsonLines):
             raise UserError(f"`dataset.num_negatives` is {num_negatives}. Give at least 1.")
         self._num_negatives = num_negatives
         self._first = ""  # the group that sets the number of negatives, if no option does
+        options: dict[str, Any] = {
+            "image_path": image_path,
+            "test_size": test_size,
+            "test_path": test_path,
+        }
         super().__init__(
-            dataset_path=dataset_path,
-            split=split,
-            fields=fields,
-            image_path=image_path,
-            test_size=test_size,
-            test_path=test_path,
-            group=group,
+            dataset_path=dataset_path, split=split, fields=fields, group=group, **options
         )
         # without the rest of groups of which a member was bad
+        assert self._num_negatives is not None, "known once the file is read"
+        self.group_size = 2 + self._num_negatives
         counts = collections.Counter(row.source for row in self.rows)
         self.rows = [row for row in self.rows if counts[row.source] == self.group_size]
         if not self.rows:
@@ -289,11 +280,6 @@ class Groups(JsonLines):
                 f"each of {len(counts)} groups has a bad member. Correct them:\n"
                 f"{current_bad_rows().listed(5)}"
             )
-
-    @property
-    def group_size(self) -> int:
-        assert self._num_negatives is not None, "known once the file is read"
-        return 2 + self._num_negatives
 
     def read(self, file: Path) -> list[Row]:
         """Return the groups of a file; the first good one sets the number of negatives."""
@@ -330,14 +316,11 @@ class Groups(JsonLines):
     def _check(self, row: Row) -> None:
         for name in _MEMBERS:
             value = row.data.get(name)
-            members = [value]
-            if name == "negatives":
-                members = value if isinstance(value, list) else []
+            members = [value] if name != "negatives" else value if isinstance(value, list) else []
             if not members or not all(isinstance(member, dict) for member in members):
-                form = "a list of objects" if name == "negatives" else "an object"
                 raise DataError(
-                    f"{row.source}: {name!r} {state_of(value)}; the line has the fields "
-                    f"{names_text(row.data)}. Write {form} with question, answer, image ..."
+                    f"{row.source}: {name!r} {state_of(value)}. Write anchor and positive as "
+                    "objects with question, answer, image ..., negatives as a list of objects."
                 )
         count = len(row.data["negatives"])
         if self._num_negatives is None:

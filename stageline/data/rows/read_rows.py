@@ -23,7 +23,7 @@ from stageline.errors import DataError, UserError
 from stageline.hub import PREFIX, pinned_set, read_name
 
 Kind = Literal["json", "jsonl", "csv", "text", "parquet", "arrow", "hub"]
-Take = Callable[[str, DataError], None]  # is told the source of a bad row and its error
+Take = Callable[[str, Exception], None]  # is told the source of a bad row and its error
 Found = Iterator[tuple[Any, str, int]]  # what a file has, its source, its line or number
 KIND_OF_SUFFIX: dict[str, Kind] = {
     ".json": "json",
@@ -53,20 +53,14 @@ class Row:
     digest: str = ""  # SHA-256 of the file; empty where it is not known
 
 
-# -- which files ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SetFiles:
-    """The files of a set, sorted; of the kind hub, `names` holds the name of a set of the hub."""
+    """The files of a set, sorted."""
 
     kind: Kind
-    names: tuple[str, ...]
+    paths: list[Path]
     folder: Path  # that names of images are relative to
-
-    @property
-    def paths(self) -> list[Path]:
-        return [] if self.kind == "hub" else [Path(name) for name in self.names]
+    hub_name: str = ""  # of a set of the hub
 
 
 def find_files(place: str, *, option: str = "`dataset_path`") -> SetFiles:
@@ -76,15 +70,11 @@ def find_files(place: str, *, option: str = "`dataset_path`") -> SetFiles:
         UserError: there is none, or they are of several kinds or of one that is not read.
     """
     if read_name(place) is not None:
-        return SetFiles("hub", (pinned_set(place, option=option).removeprefix(PREFIX),), Path.cwd())
+        name = pinned_set(place, option=option).removeprefix(PREFIX)
+        return SetFiles("hub", [], Path.cwd(), name)
     path = Path(place).expanduser()
     if path.is_file():
         found, folder = [path], path.parent
-        if path.suffix.lower() not in KIND_OF_SUFFIX:
-            raise UserError(
-                f"{option} {path} ends in {path.suffix or 'nothing'}. Convert it, or rename it to "
-                f"one of {' '.join(KIND_OF_SUFFIX)}."
-            )
     elif path.is_dir():
         found, folder = sorted(path.iterdir()), path
     elif any(sign in place for sign in _PATTERN):
@@ -98,26 +88,24 @@ def find_files(place: str, *, option: str = "`dataset_path`") -> SetFiles:
             f"Give a file, a folder, a pattern such as data/*.jsonl, or {PREFIX}owner/name; a path "
             f"is relative to {Path.cwd()}."
         )
-    by_kind: dict[Kind, list[str]] = {}
+    by_kind: dict[Kind, list[Path]] = {}
     for item in found:
         kind = KIND_OF_SUFFIX.get(item.suffix.lower())
         is_hidden = item.name.startswith((".", "_")) or item.name in _NO_ROWS
         if kind is not None and item.is_file() and (item == path or not is_hidden):
-            by_kind.setdefault(kind, []).append(str(item))
-    if len(by_kind) > 1:
+            by_kind.setdefault(kind, []).append(item)
+    if len(by_kind) != 1:
+        names = sorted(paths[0].name for paths in by_kind.values())
+        what = f"has files of {len(names)} kinds: {', '.join(names)}"
+        if not names:
+            seen = ", ".join(item.name for item in found[:8]) or "nothing"
+            what = f"names no file of rows; it has {seen}"
         raise UserError(
-            f"{option} {place} has files of {len(by_kind)} kinds: "
-            f"{', '.join(sorted(Path(names[0]).name for names in by_kind.values()))}. Give a "
-            "pattern that names one kind, or name each file as a set of its own."
-        )
-    if not by_kind:
-        raise UserError(
-            f"{option} {place} names no file of rows; it has "
-            f"{', '.join(item.name for item in found[:8]) or 'nothing'}. Give files that end in "
+            f"{option} {place} {what}. Give files of one kind, which end in one of "
             f"{' '.join(KIND_OF_SUFFIX)}."
         )
-    ((kind, names),) = by_kind.items()
-    return SetFiles(kind, tuple(names), folder)
+    ((kind, paths),) = by_kind.items()
+    return SetFiles(kind, paths, folder)
 
 
 def near_names(name: str, known: Iterable[str]) -> str:
@@ -126,20 +114,11 @@ def near_names(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
-# -- files that people write ---------------------------------------------------------------------
-
-
 def read_rows(path: Path, kind: Kind | None = None, *, may_be_lists: bool = False) -> list[Row]:
-    """Return all rows of a `.json` file (a list), or of a file of JSON lines.
+    """Return all rows of a file; `.json` is a list, any other JSON lines unless `kind` is given.
 
-    Args:
-        kind: how the file is read; default: a `.json` file as a list, any other as JSON lines.
-        may_be_lists: a row may be a list instead of an object.
-
-    Raises:
-        DataError: names file and line of the first bad row, unless it may be left out
-            (bad_rows.py); or the file is of another kind, or has no rows.
-        UserError: there is no such file.
+    A row may be a list with `may_be_lists`. A DataError names file and line of the first bad row,
+    unless it may be left out (bad_rows.py).
     """
     kind = kind or ("json" if path.suffix.lower() == ".json" else "jsonl")
     rows = list(each_row(path, kind, take=current_bad_rows().take, may_be_lists=may_be_lists))
@@ -222,10 +201,10 @@ def _json_lines(path: Path, take: Take) -> Found:
             place = getattr(error, "pos", None)
             column = "" if place is None else f":{place + 1}"
             cut = "" if text.endswith(("\n", "\r")) else " The file may be cut short here."
-            what = f"{source}{column}: {_reason(error)} in {_near(text, place)!r}.{cut}"
+            what = f"{source}{column}: {_reason(error, text)}.{cut}"
             take(source, DataError(f"{what} Write one JSON object a line, or delete the line."))
-            continue
-        yield data, source, number
+        else:
+            yield data, source, number
 
 
 def _json_list(path: Path, take: Take) -> Found:
@@ -239,8 +218,8 @@ def _json_list(path: Path, take: Take) -> Found:
         line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
         cut = "" if text.rstrip().endswith("]") else " The file may be cut short: it lacks a ']'."
         raise DataError(
-            f"{path}:{line}:{column}: {_reason(error)} in {_near(text, place)!r}.{cut} Correct the "
-            "list (a file of JSON lines ends in .jsonl)."
+            f"{path}:{line}:{column}: {_reason(error, text)}.{cut} Correct the list (a file of "
+            "JSON lines ends in .jsonl)."
         ) from None
     if not isinstance(rows, list):
         raise DataError(f"{path} holds a JSON {type(rows).__name__}. Put the rows into one list.")
@@ -269,16 +248,14 @@ def check_value(value: Any) -> None:
         raise ValueError("NaN and Infinity are not numbers of JSON") from None
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, text: str) -> str:
+    """Return what is wrong with a text of JSON, and some of it before that place."""
     if isinstance(error, RecursionError):
-        return "no JSON (lists or objects are nested too deeply)"
-    return f"no JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else str(error)
-
-
-def _near(text: str, place: int | None) -> str:
-    """Return some of the text before a place; its beginning where none is known."""
-    end = 60 if place is None else place + 20
-    return text[max(end - 60, 0) : end].strip()
+        return f"no JSON (lists or objects are nested too deeply) in {text[:60].strip()!r}"
+    if not isinstance(error, json.JSONDecodeError):
+        return f"{error} in {text[:60].strip()!r}"
+    near = text[max(error.pos - 40, 0) : error.pos + 20].strip()
+    return f"no JSON ({error.msg}) in {near!r}"
 
 
 def _csv_rows(path: Path, take: Take) -> Found:
@@ -300,29 +277,25 @@ def _csv_rows(path: Path, take: Take) -> Found:
             cells = next(table, None)
             if cells is None:
                 return
-            if names and cells and len(cells) != len(names):
+            if not names:
+                found = [name.strip() for name in cells]
+                if "" in found or len(set(found)) < len(found):
+                    raise csv.Error(f"the columns are {', '.join(map(repr, found))}")
+                names = found
+            elif cells and len(cells) != len(names):
                 raise csv.Error(f"{len(cells)} cells in {len(names)} columns, {', '.join(names)}")
-        except csv.Error as error:
-            cure = "Put double quotes around a text that holds the separator or a line break"
-            wrong = DataError(f'{source}: no CSV ({error}). {cure}, and "" for a quote in it.')
-        except DataError as error:
-            wrong = error
-        else:
-            if names and cells:  # not a blank line
+            elif cells:  # not a blank line
                 yield dict(zip(names, cells, strict=True)), source, first
-            names = names or [name.strip() for name in cells]
-            if "" not in names and len(set(names)) == len(names):
-                continue
-            raise DataError(
-                f"{source}: the columns are {', '.join(map(repr, names))}. Write a first line with "
-                "a name for each column, each once."
-            )
-        if not names:
-            raise wrong
-        take(source, wrong)
-
-
-# -- tables of datasets --------------------------------------------------------------------------
+        except (csv.Error, DataError) as error:
+            wrong: Exception = error
+            if isinstance(error, csv.Error):
+                wrong = DataError(
+                    f"{source}: no CSV ({error}). Write a first line with a name for each column, "
+                    'and double quotes around a text with a separator, a line break or "".'
+                )
+            if not names:
+                raise wrong from None
+            take(source, wrong)
 
 
 @dataclass(frozen=True)
@@ -381,17 +354,17 @@ def open_tables(
     if files.kind != "hub":
         datasets.disable_progress_bars()  # the files are local
         return TableRows([_table(path, files.kind, folder) for path in files.paths])
-    repo, _, revision = files.names[0].partition("@")
+    repo, _, revision = files.hub_name.partition("@")
+    name = f"{PREFIX}{files.hub_name}"
     try:
         rows = datasets.load_dataset(
             repo, revision=revision or None, split=hub_split, cache_dir=folder
         )
     except Exception as error:
         raise UserError(
-            f"{PREFIX}{files.names[0]} cannot be loaded ({type(error).__name__}: {error}). Check "
-            "the name, download it first, or give a file, a folder or a pattern."
+            f"{name} cannot be loaded ({type(error).__name__}: {error}). Check the name, download "
+            "it first, or give a file, a folder or a pattern."
         ) from error
-    name = f"{PREFIX}{files.names[0]}"
     return TableRows([Table(name, rows, str(rows._fingerprint), "hub", len(rows))])
 
 
@@ -437,7 +410,7 @@ def _table(path: Path, kind: Kind, folder: str) -> Table:
 
 
 def _written_rows(path: Path, kind: Kind) -> Iterator[dict[str, Any]]:
-    bad: list[tuple[str, DataError]] = []
+    bad: list[tuple[str, Exception]] = []
     for row in each_row(path, kind, take=lambda source, error: bad.append((source, error))):
         text = json.dumps(row.data, ensure_ascii=False)
         yield {"row": text, "number": row.number, "bad": None}

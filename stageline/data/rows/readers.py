@@ -19,9 +19,9 @@ from stageline.errors import DataError, UserError
 def find_file(folder: Path, names: Iterable[str]) -> Path:
     """Return the first of several places below a folder where a file is."""
     names = list(names)
-    for name in names:
-        if (folder / name).is_file():
-            return folder / name
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is not None:
+        return found
     there = sorted(item.name for item in folder.iterdir())[:8] if folder.is_dir() else []
     raise UserError(
         f"none of {', '.join(names)} is in {folder}, which has {', '.join(there) or 'nothing'}. "
@@ -61,13 +61,12 @@ def split_rows(
             current_bad_rows().take(row.source, error)
     rows = [row for row in rows if row.source not in current_bad_rows().reasons]
     wanted = test_size if isinstance(test_size, int) else round(test_size * len(rows))
-
     test: set[int] = set()
-    draws = {hashlib.sha256(f"split {name}".encode()).hexdigest(): name for name in groups}
-    for draw in sorted(draws):
-        if len(test) >= wanted:
-            break
-        test.update(row.number for row in groups[draws[draw]])
+    for name in sorted(
+        groups, key=lambda name: hashlib.sha256(f"split {name}".encode()).hexdigest()
+    ):
+        if len(test) < wanted:
+            test.update(row.number for row in groups[name])
     chosen = [row for row in rows if (row.number in test) == (split == "test")]
     if not chosen:
         raise UserError(
@@ -156,8 +155,8 @@ class RowsDataset:
 def data_fingerprint(dataset: Any) -> str | None:
     """Return the fingerprint of a dataset; None where its part offers none.
 
-    A dataset part may offer `fingerprint() -> str`: equal for equal rows in the same order, in
-    whatever folder, and another one when a row or a file changes. Keep it cheap.
+    It may offer `fingerprint() -> str`: equal for equal rows in the same order, in whatever folder,
+    and another one when a row or a file changes. Keep it cheap.
     """
     if isinstance(dataset, Subset):
         inner, more = data_fingerprint(dataset.dataset), dataset.indices

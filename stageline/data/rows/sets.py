@@ -49,15 +49,10 @@ KEPT = 4096  # rows that were read last, at least: a step asks for its rows in a
 _HEAD = 1 << 16  # bytes at both ends of a file that its fingerprint is made of
 _VERSION = 1  # of how rows are drawn and converted
 _TYPE_OF_KEY: dict[str, type] = {
-    "file_name": str,
-    "formatting": str,
-    "ranking": bool,
-    "columns": dict,
-    "tags": dict,
-    "num_samples": int,
-    "split": str,
+    **dict.fromkeys(("file_name", "formatting", "split"), str),
+    **dict.fromkeys(("columns", "tags"), dict),
+    **{"ranking": bool, "num_samples": int},
 }
-_UNREAD = ("subset", "folder")  # LLaMA-Factory's own files have them as null
 
 
 @dataclass(frozen=True)
@@ -87,16 +82,13 @@ def chosen_sets(
     path = path / FILE_NAME if path.is_dir() else path
     try:
         text = path.read_text(encoding="utf-8")
-        entries = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        read = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
+        entries = {str(name): entry for name, entry in read.items()}
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise UserError(
             f"`dataset.info` {path} cannot be read ({error}). Give a file such as {FILE_NAME}, as "
-            "JSON or YAML."
+            'JSON or YAML: {"name of a set": {"file_name": ...}}.'
         ) from error
-    if not isinstance(entries, dict) or not entries:
-        wanted = '{"name of a set": {"file_name": ...}}'
-        raise UserError(f"`dataset.info` {path} is not an object with sets. Write {wanted}.")
-    entries = {str(name): entry for name, entry in entries.items()}
     known = ", ".join([*entries][:20]) + f" and {len(entries) - 20} more" * (len(entries) > 20)
     if not names:
         raise UserError(f"{option} is missing. Give some of the names of {path}: {known}.")
@@ -104,8 +96,8 @@ def chosen_sets(
         if name not in entries:
             near = near_names(name, entries)
             raise UserError(f"{option} {name}: {path} has no such set.{near} It has {known}.")
-        if list(names).count(name) > 1:
-            raise UserError(f"{option} names {name} more than once. Give num_samples instead.")
+    if len(set(names)) < len(names):
+        raise UserError(f"{option} {','.join(names)} has a name twice. Give num_samples instead.")
     return [_read_entry(name, entries[name], path) for name in names]
 
 
@@ -113,19 +105,17 @@ def _read_entry(name: str, entry: Any, path: Path) -> SetInfo:
     place = f"{path}: the set {name!r}"
     if not isinstance(entry, dict):
         raise UserError(f'{place} is {entry!r}. Write an object: {{"file_name": ...}}.')
-    for key, value in entry.items():
-        if key in _UNREAD and value is None:
-            continue
+    options = {key: value for key, value in entry.items() if value is not None}
+    for key, value in options.items():
         if key not in _TYPE_OF_KEY:
             raise UserError(
                 f"{place} has the key {key!r}, which is not known.{near_names(key, _TYPE_OF_KEY)} "
                 f"Known keys are {', '.join(_TYPE_OF_KEY)}; a set of the hub is written as "
                 f'"file_name": "{PREFIX}owner/name".'
             )
-        if value is not None and type(value) is not _TYPE_OF_KEY[key]:
-            kind = _TYPE_OF_KEY[key].__name__
-            raise UserError(f"{place} has {key} {value!r}. Give a value of type {kind}.")
-    options = {key: value for key, value in entry.items() if value is not None}
+        if type(value) is not _TYPE_OF_KEY[key] or (key == "num_samples" and options[key] < 1):
+            kind = "number from 1" if key == "num_samples" else _TYPE_OF_KEY[key].__name__
+            raise UserError(f"{place} has {key} {value!r}. Give a {kind}, or leave it out.")
     file = options.pop("file_name", None)
     if file is None:
         raise UserError(
@@ -136,9 +126,6 @@ def _read_entry(name: str, entry: Any, path: Path) -> SetInfo:
         file = PREFIX + file.removeprefix(PREFIX)
     else:
         file = str(path.parent / Path(file).expanduser())  # an absolute path stays what it is
-    if options.get("num_samples", 1) < 1:
-        number = options["num_samples"]
-        raise UserError(f"{place} has num_samples {number}. Give at least 1, or leave it out.")
     return SetInfo(name, file, option=f"{path}: {name}: file_name", **options)
 
 
@@ -163,11 +150,9 @@ class RowMaker(RowsDataset):
         super().__init__([], image_roots=roots, num_frames=num_frames)
 
     def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
-        sample = dict(self._convert(row.data, row.source))
         own = row.data.get("id")
-        is_named = isinstance(own, str | int)
-        sample["id"] = str(own) if is_named else f"{self.info.name}-{row.number}"
-        sample["group"] = self.info.name
+        name = str(own) if isinstance(own, str | int) else f"{self.info.name}-{row.number}"
+        sample = {**self._convert(row.data, row.source), "id": name, "group": self.info.name}
         return image_names(row.source, sample), sample
 
     def settings(self) -> str:
@@ -204,9 +189,6 @@ class OneSet(RowMaker):
 
 
 StreamRow = tuple[RowMaker, Row]  # a row that was read and not yet converted
-
-
-# -- which rows of several sets are taken, and in which order -------------------------------------
 
 
 def check_mix(mix: Mix, num_sets: int, probabilities: Sequence[float] | None) -> None:
@@ -256,23 +238,20 @@ def interleave(
         over: continue until each set came to its end at least once; else until one has.
         probabilities: one for each set; None: they take turns, and a round is finished.
     """
-    num_sets = len(sets)
-    is_done = [False] * num_sets
+    is_done = [False] * len(sets)
     stops = all if over else any
-
-    def draws(probabilities: Sequence[float]) -> Iterator[int]:
-        generator = numpy.random.default_rng(seed)
-        chances = numpy.array(probabilities) / sum(probabilities)
-        while True:  # a thousand at once, as datasets draws
-            yield from generator.choice(num_sets, size=1000, p=chances).tolist()
-
-    turns = itertools.cycle(range(num_sets)) if probabilities is None else draws(probabilities)
-    for place, chosen in enumerate(turns):
-        if (probabilities is not None or place % num_sets == 0) and stops(is_done):
-            return
-        row, is_last = next(sets[chosen])
-        yield row
-        is_done[chosen] |= is_last
+    generator = numpy.random.default_rng(seed)
+    while True:  # a round, or a thousand draws at once as datasets makes them
+        turns = list(range(len(sets)))
+        if probabilities is not None:
+            chances = numpy.array(probabilities) / sum(probabilities)
+            turns = generator.choice(len(sets), size=1000, p=chances).tolist()
+        for place, chosen in enumerate(turns):
+            if (probabilities is not None or place == 0) and stops(is_done):
+                return
+            row, is_last = next(sets[chosen])
+            yield row
+            is_done[chosen] |= is_last
 
 
 def mixed(
@@ -301,10 +280,9 @@ def held_out(order: numpy.ndarray, val_size: int | float, *, seed: int) -> numpy
     """Return the `val_size` rows of `order` (below 1: a share), each once, kept for evaluation."""
     rows = numpy.unique(order)
     is_share = isinstance(val_size, float)
-    if (is_share and not 0 < val_size < 1) or (not is_share and val_size < 1):
+    if not (0 < val_size < 1 if is_share else val_size >= 1):
         raise UserError(
-            f"`dataset.val_size` {val_size}: give a number of rows (1, 2, ...), or a share between "
-            "0 and 1."
+            f"`dataset.val_size` is {val_size}. Give a number of rows, or a share between 0 and 1."
         )
     count = max(1, round(val_size * len(rows))) if is_share else int(val_size)
     if count >= len(rows):
@@ -316,10 +294,22 @@ def held_out(order: numpy.ndarray, val_size: int | float, *, seed: int) -> numpy
     return numpy.sort(generator.permutation(rows)[:count])
 
 
-# -- datasets --------------------------------------------------------------------------------------
+class _MadeRows:
+    """A dataset of rows that makers convert when they are asked for."""
+
+    def row(self, index: int) -> StreamRow:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> tuple[list[Any] | None, dict[str, Any]]:
+        maker, row = self.row(index)
+        return maker.make(row)
+
+    def describe(self, index: int) -> str:
+        """Return file and line of a row."""
+        return self.row(index)[1].source
 
 
-class StreamDataset:
+class StreamDataset(_MadeRows):
     """The rows of some sets by their position in an endless stream.
 
     Reading on is cheap; going back further than the rows that are kept starts from the beginning.
@@ -337,9 +327,9 @@ class StreamDataset:
         val_size: int | float | None,
         seed: int,
     ) -> None:
-        num_held = 0 if val_size is None else val_size
+        num_held = val_size or 0
         if buffer_size < 1:
-            raise UserError(f"`dataset.buffer_size` {buffer_size}: at least 1 row is needed.")
+            raise UserError(f"`dataset.buffer_size` is {buffer_size}. Give at least 1 row.")
         if not isinstance(num_held, int) or num_held < 0:
             raise UserError(
                 f"`dataset.val_size` {num_held} does not work with a stream, whose first rows are "
@@ -358,20 +348,23 @@ class StreamDataset:
         self._buffer_size, self._seed = buffer_size, seed
         self._names = ", ".join(maker.info.name for maker in makers)
         self._bad_rows = current_bad_rows()
-        self.held = self._first(num_held)  # rows for evaluation
-        self._held_sources = {row.source for _, row in self.held}
+        # rows for evaluation
+        held: dict[str, StreamRow] = {}  # where sets wrap around, a row comes twice
+        rows = self._mixed() if num_held else iter(())
+        with leaving_out(self._bad_rows):
+            while len(held) < num_held and (item := next(rows, None)) is not None:
+                held.setdefault(item[1].source, item)
+        if len(held) < num_held:
+            raise UserError(
+                f"`dataset.val_size` {num_held}: the stream of {self._names} has {len(held)} rows. "
+                "Choose a smaller number."
+            )
+        self.held = list(held.values())
+        self._held_sources = set(held)
         self._start()
 
     def __len__(self) -> int:
         return NO_END
-
-    def __getitem__(self, position: int) -> tuple[list[Any] | None, dict[str, Any]]:
-        maker, row = self._row(position)
-        return maker.make(row)
-
-    def describe(self, position: int) -> str:
-        """Return file and line of a row."""
-        return self._row(position)[1].source
 
     def fingerprint(self) -> str:
         """Return what tells whether another stream has the same rows, by both ends of its files."""
@@ -387,9 +380,8 @@ class StreamDataset:
                 facts.append((path.name, size, digest.hexdigest()))
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
-    def _row(self, position: int) -> StreamRow:
-        if position < 0:
-            raise IndexError(position)
+    def row(self, position: int) -> StreamRow:
+        """Return the row at a position."""
         kept = self._kept
         # a forked worker shares the place in an open file with its siblings
         if self._process != os.getpid() or (kept and position < self._next - len(kept)):
@@ -404,9 +396,8 @@ class StreamDataset:
         self._process = os.getpid()
         self._next = 0  # position of the row that is read next
         self._rows = self._endless()
-        self._kept: collections.deque[StreamRow] = collections.deque(
-            maxlen=max(KEPT, self._buffer_size)
-        )
+        size = max(KEPT, self._buffer_size)
+        self._kept: collections.deque[StreamRow] = collections.deque(maxlen=size)
 
     def _endless(self) -> Iterator[StreamRow]:
         for epoch in itertools.count():
@@ -435,29 +426,10 @@ class StreamDataset:
         """Yield one epoch in the order of the files, the held-out rows too."""
         if self._mix == "concat" or len(self._makers) == 1:
             return itertools.chain.from_iterable(map(self._read, self._makers))
-        sets = [
-            repeating(functools.partial(self._read, maker), maker.info.name)
-            for maker in self._makers
-        ]
-        return interleave(
-            sets,
-            over=self._mix == "interleave_over",
-            probabilities=self._probabilities,
-            seed=derive_seed(self._seed, "mix") % 2**32,
-        )
-
-    def _first(self, count: int) -> list[StreamRow]:
-        found: dict[str, StreamRow] = {}  # where sets wrap around, a row comes twice
-        rows = self._mixed() if count else iter(())
-        with leaving_out(self._bad_rows):
-            while len(found) < count and (item := next(rows, None)) is not None:
-                found.setdefault(item[1].source, item)
-        if len(found) < count:
-            raise UserError(
-                f"`dataset.val_size` {count}: the stream of {self._names} has {len(found)} rows. "
-                "Choose a smaller number."
-            )
-        return list(found.values())
+        makers = [(functools.partial(self._read, maker), maker.info.name) for maker in self._makers]
+        over, seed = self._mix == "interleave_over", derive_seed(self._seed, "mix") % 2**32
+        sets = [repeating(*maker) for maker in makers]
+        return interleave(sets, over=over, probabilities=self._probabilities, seed=seed)
 
     def _read(self, maker: RowMaker) -> Iterator[StreamRow]:
         """Yield the good rows of a set, in the order of its files."""
@@ -470,7 +442,7 @@ class StreamDataset:
                     number += 1
 
 
-class FirstRows:
+class FirstRows(_MadeRows):
     """The held-out rows of a stream, which are few and kept in memory."""
 
     def __init__(self, stream: StreamDataset) -> None:
@@ -480,16 +452,11 @@ class FirstRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> tuple[list[Any] | None, dict[str, Any]]:
-        maker, row = self._rows[index]
-        return maker.make(row)
-
-    def describe(self, index: int) -> str:
-        """Return file and line of a row."""
-        return self._rows[index][1].source
+    def row(self, index: int) -> StreamRow:
+        return self._rows[index]
 
 
-class SetsDataset:
+class SetsDataset(_MadeRows):
     """Some rows of several sets, in a given order of rows that are numbered over the sets."""
 
     def __init__(self, sets: Sequence[OneSet], order: numpy.ndarray) -> None:
@@ -500,14 +467,12 @@ class SetsDataset:
     def __len__(self) -> int:
         return len(self.order)
 
-    def __getitem__(self, index: int) -> tuple[list[Any] | None, dict[str, Any]]:
-        one, row = self._place(index)
-        return one[row]
-
-    def describe(self, index: int) -> str:
-        """Return file and line of a row."""
-        one, row = self._place(index)
-        return one.describe(row)
+    def row(self, index: int) -> StreamRow:
+        """Return the set of a row, and the row."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        one, place = part_of(self._starts, int(self.order[index]))
+        return self.sets[one], self.sets[one].rows[place]
 
     def fingerprint(self) -> str:
         """Return what tells whether another dataset has the same rows, wherever its files are."""
@@ -526,12 +491,6 @@ class SetsDataset:
             return SetsDataset(self.sets, self.order[~numpy.isin(rows, held)])
         first = numpy.unique(rows, return_index=True)[1]
         return SetsDataset(self.sets, self.order[first[numpy.isin(rows[first], held)]])
-
-    def _place(self, index: int) -> tuple[OneSet, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        one, row = part_of(self._starts, int(self.order[index]))
-        return self.sets[one], row
 
 
 def read_sets(
@@ -602,16 +561,11 @@ def read_sets(
             f"`dataset`.{given[0]} does not work with a register of sets. Write it into each "
             "entry there."
         )
-    if eval_names and eval_path:
-        raise UserError(
-            "`dataset.eval_names` does not work with `dataset.eval_path`. Leave one out."
-        )
+    kinds = {"eval_names": eval_names, "eval_path": eval_path, "val_size": val_size}
+    held = [f"`dataset.{name}`" for name, value in kinds.items() if value is not None]
+    if len(held) > 1:
+        raise UserError(f"{held[0]} does not work with {held[1]}. Leave one out.")
     has_eval = bool(eval_names or eval_path)
-    if has_eval and val_size is not None:
-        raise UserError(
-            "`dataset.val_size` does not work with sets to evaluate on (`dataset.eval_names`, "
-            "`eval_path`). Leave one out."
-        )
     if split == "test" and not has_eval and val_size is None:
         raise UserError(
             "there are no held-out rows. Give `dataset.val_size`, `dataset.eval_names` or "
@@ -620,17 +574,15 @@ def read_sets(
     media: dict[str, Any] = {"image_path": image_path, "num_frames": num_frames}
 
     def load(infos: Sequence[SetInfo], mix: Any) -> SetsDataset:
-        loaded = []
-        for one_info in infos:
-            one = OneSet(one_info, cache=cache, **media)
-            count = one_info.num_samples
+        loaded = [OneSet(one, cache=cache, **media) for one in infos]
+        for one in loaded:
+            count = one.info.num_samples
             if count is not None:
                 if split == "test" and has_eval:  # an evaluation sees each row once
                     count = min(count, len(one))
-                drawn = exactly(len(one), count, seed=seed, name=one_info.name)
+                drawn = exactly(len(one), count, seed=seed, name=one.info.name)
                 one.rows.numbers = one.rows.numbers[drawn]
             one.rows.numbers = one.rows.numbers[:max_samples]
-            loaded.append(one)
         mix_seed = derive_seed(seed, "mix") % 2**32
         order = mixed([len(one) for one in loaded], mix, probabilities, seed=mix_seed)
         return SetsDataset(loaded, order)
@@ -639,11 +591,9 @@ def read_sets(
     if split == "test" and eval_path:
         return load([_set_of(eval_path, own, option="`dataset.eval_path`")], "concat")
     if split == "test" and eval_names:
-        if info is None and dataset_path is None:
-            raise UserError(
-                "`dataset.eval_names` requires `dataset.info`, its register. Add `dataset.info`."
-            )
-        infos = chosen_sets(info or str(dataset_path), eval_names, option="`dataset.eval_names`")
+        infos = chosen_sets(
+            info or dataset_path or FILE_NAME, eval_names, option="`dataset.eval_names`"
+        )
         return load(infos, "concat")
 
     # sets to train on, of which some rows may be held out
@@ -682,9 +632,6 @@ def read_sets(
 def _set_of(place: str, own: SetInfo, *, option: str = "`dataset_path`") -> SetInfo:
     """Return a set that only its files name."""
     known = read_name(place)
-    if known is not None:
-        name = known.repo
-    else:
-        fixed = [part for part in Path(place).parts if not any(sign in part for sign in "*?[")]
-        name = Path(*fixed).stem if fixed else "all"
+    fixed = [part for part in Path(place).parts if not any(sign in part for sign in "*?[")]
+    name = known.repo if known is not None else Path(*fixed).stem if fixed else "all"
     return replace(own, name=name, place=place, option=option)

@@ -1,16 +1,16 @@
 """Renders turns with the model's own chat template, and knows where each character came from.
 
-The template also runs on messages whose texts are between private marks. Where its text without
-the marks is what it writes for the messages themselves, the marks show what came from the data.
+The template also runs on messages whose texts are between private marks, which show where the
+texts of the data are. They must be there as they are, trimmed, or escaped as in JSON.
 
-An answer begins where the prompt for generation ends, and ends with its end-of-turn token. Renders
-of the messages before it, and up to it, are beginnings of the whole one and show both. Where they
-are not (templates drop thoughts of earlier turns, or move tools), the stretch between the messages
-before and the answer is compared instead. The places of texts and answers depend on the structure
-of a conversation and are kept: a further sample of the same structure costs one render.
+An answer begins where the prompt for generation ends, and ends with its end-of-turn token. Both are
+found by rendering only the messages before it, or up to it. The places of texts and answers depend
+on the structure of a conversation and are kept: a further sample of the same structure costs one
+render.
 """
 
 import itertools
+import json
 import os.path
 import re
 import warnings
@@ -23,7 +23,6 @@ from stageline.data.text.chat_template import (
     ChatTemplate,
     Message,
     fitting_templates,
-    strings_in,
     template_of,
     use_template,
 )
@@ -36,8 +35,10 @@ Learnt = Literal["answers", "all", "all_but_system"]
 Form = Literal["text", "list"]  # form of a message's content
 Part = Literal["content", "reasoning", "call", "other"]
 TOOLS = -1  # in place of the number of a turn
-_OPEN, _CLOSE = "\ue000", "\ue001"  # around the number of a text, in its place
-_PLACE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+_OPEN, _CLOSE, _BEGIN = "\ue000", "\ue001", "\ue002"
+_MARKED = re.compile(f"{_OPEN}([0-9]+){_BEGIN}[^{_CLOSE}]*{_CLOSE}")  # number and text
+_PLACE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")  # the same without the text
+_NO_MARKS = dict.fromkeys(map(ord, (_OPEN, _CLOSE, _BEGIN)))
 _LEFT_OUT = "it leaves out or changes"  # first words of a reason
 _MOST_LAYOUTS = 256
 _has_warned: set[tuple[str, str]] = set()
@@ -64,19 +65,11 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The rendered text of a structure.
+    """The rendered text of a structure, cut up."""
 
-    Attributes:
-        bare: with places for the texts.
-        segments: the same, cut up.
-        end: an end-of-sequence token to add behind the last segment in the loss.
-        notes: warnings for the user.
-    """
-
-    bare: str
     segments: tuple[Segment, ...]
-    end: str = ""
-    notes: tuple[str, ...] = ()
+    end: str = ""  # an end-of-sequence token to add behind the last segment in the loss
+    notes: tuple[str, ...] = ()  # warnings for the user
 
 
 class LayoutError(Exception):
@@ -104,13 +97,11 @@ def render_chat(
     Args:
         for_generation: end with what the template puts before an answer.
         template_options: variables of the template, such as enable_thinking.
-        tools: descriptions of tools, for the template.
         source: the row, by its file and line.
 
     Raises:
         DataError: the template itself refuses the row (raise_exception).
-        UserError: there is no chat template, or it changes contents in a way that can't be
-            followed.
+        UserError: there is no chat template, or it changes contents.
     """
     template = ChatTemplate.of(processor)
     has_images = any(piece.is_image for turn in turns for piece in turn.pieces)
@@ -152,10 +143,7 @@ class _Writer:
 
     These are all contents but tags such as <think>, which templates look for, reasoning, names and
     texts of tool calls, and whatever else could become a special token. Empty texts stay: templates
-    ask whether there is one.
-
-    Args:
-        put: (number, text) -> what stands in its place.
+    ask whether there is one. `put` returns what stands in place of (number, text).
     """
 
     def __init__(self, chat: "_Chat", form: Form, put: Callable[[int, str], str]) -> None:
@@ -174,50 +162,44 @@ class _Writer:
         message: Message = {"role": turn.role, "content": self._content(number, turn)}
         for name, value in (("name", turn.name), ("tool_call_id", turn.tool_call_id)):
             if value:
-                is_risky = self.template.is_risky(value)
-                message[name] = self._put(number, "other", value) if is_risky else value
-        if turn.reasoning.strip():
-            message["reasoning_content"] = self._put(number, "reasoning", turn.reasoning)
-        elif turn.reasoning:
-            message["reasoning_content"] = turn.reasoning
+                message[name] = self._tree(number, "other", value, only_risky=True)
+        if turn.reasoning:
+            message["reasoning_content"] = self._tree(number, "reasoning", turn.reasoning)
         if turn.tool_calls:
             message["tool_calls"] = [self._call(number, call) for call in turn.tool_calls]
         return message
 
     def _content(self, number: int, turn: Turn) -> str | list[dict[str, str]]:
+        is_answer = turn.is_target and not turn.tool_calls and not turn.reasoning
+        is_whole = is_answer and len(turn.pieces) == 1
         parts: list[dict[str, str]] = []
-        for text, is_image in self._parts(number, turn):
-            if is_image and self.form == "list":
+        for piece in turn.pieces:
+            text = piece.text
+            if piece.is_image and self.form == "list":
                 parts.append({"type": "image"})
-            elif parts and parts[-1]["type"] == "text":
+                continue
+            if piece.is_image:
+                text = self._put(number, "content", text, is_image=True)
+            elif piece.is_user and (text.strip() or is_whole):
+                text = "".join(
+                    part
+                    if is_tag
+                    else self._put(number, "content", part, is_answer=piece.is_answer)
+                    for part, is_tag in self.template.cut_at_tags(text)
+                )
+            if parts and parts[-1]["type"] == "text":
                 parts[-1]["text"] += text
             else:
                 parts.append({"type": "text", "text": text})
         return parts if self.form == "list" else "".join(part["text"] for part in parts)
 
-    def _parts(self, number: int, turn: Turn) -> Iterator[tuple[str, bool]]:
-        is_answer = turn.is_target and not turn.tool_calls and not turn.reasoning
-        for piece in turn.pieces:
-            if piece.is_image:
-                is_own = self.form == "text"
-                text = self._put(number, "content", piece.text, is_image=True) if is_own else ""
-                yield text, True
-            elif not piece.is_user or not (
-                piece.text.strip() or (is_answer and len(turn.pieces) == 1)
-            ):
-                yield piece.text, False
-            else:
-                given = {"is_answer": piece.is_answer}
-                for text, is_tag in self.template.cut_at_tags(piece.text):
-                    yield text if is_tag else self._put(number, "content", text, **given), False
-
     def _call(self, number: int, call: Tool) -> Tool:
-        function = call["function"]
-        name = self._put(number, "call", function["name"])
-        arguments = self._tree(number, "call", function["arguments"])
-        made = {**call, "function": {**function, "name": name, "arguments": arguments}}
-        if "id" in call and self.template.is_risky(call["id"]):
-            made["id"] = self._put(number, "call", call["id"])
+        function = {
+            name: self._tree(number, "call", value) for name, value in call["function"].items()
+        }
+        made = {**call, "function": function}
+        if "id" in call:
+            made["id"] = self._tree(number, "call", call["id"], only_risky=True)
         return made
 
     def _tree(self, number: int, part: Part, value: Any, *, only_risky: bool = False) -> Any:
@@ -226,12 +208,9 @@ class _Writer:
             is_put = self.template.is_risky(value) if only_risky else bool(value.strip())
             return self._put(number, part, value) if is_put else value
         if isinstance(value, dict):
-            return {
-                self._tree(number, part, key, only_risky=True): self._tree(
-                    number, part, item, only_risky=only_risky
-                )
-                for key, item in value.items()
-            }
+            keys = [self._tree(number, part, key, only_risky=True) for key in value]
+            items = self._tree(number, part, [*value.values()], only_risky=only_risky)
+            return dict(zip(keys, items, strict=True))
         if isinstance(value, list | tuple):
             return [self._tree(number, part, item, only_risky=only_risky) for item in value]
         return value
@@ -250,15 +229,18 @@ class _Chat:
 
     def pieces(self, form: Form) -> tuple[list[Piece], tuple[str, ...]]:
         """Return what the template writes, in pieces; and warnings."""
-        official = self._render(_Writer(self, form, lambda number, text: text))
+        official = self.render(_Writer(self, form, lambda number, text: text))
         shape = _Writer(self, form, lambda number, text: f"{_OPEN}{number}")
         targets = [turn.is_target for turn in self.turns]
         structure = [shape.messages, shape.tools, targets, self.learnt]
         key = repr([form, structure, self.options, self.for_generation])
         layout = self.template.layouts.get(key)
-        texts = layout and _same_or_trimmed(layout, shape.texts, official)
+        texts = layout and _texts_in(official, layout, shape.texts)
         if layout is None or texts is None:
-            layout, texts = self._follow(form, official, layout)
+            layout = _Finder(self, form).layout()
+            texts = _texts_in(official, layout, shape.texts)
+            if texts is None:
+                raise LayoutError(f"{_LEFT_OUT} contents")
             if len(self.template.layouts) >= _MOST_LAYOUTS:
                 self.template.layouts.clear()
             self.template.layouts[key] = layout
@@ -279,104 +261,60 @@ class _Chat:
             pieces.insert(last + 1, Piece(layout.end, is_target=True))
         return [piece for piece in pieces if piece.text or piece.is_image], layout.notes
 
-    def _render(self, writer: _Writer) -> str:
+    def render(
+        self, writer: _Writer, count: int | None = None, *, for_generation: bool | None = None
+    ) -> str:
+        """Return what the template writes of the first `count` messages."""
+        asks = self.for_generation if for_generation is None else for_generation
         return self.template(
-            writer.messages,
-            tools=writer.tools,
-            options=self.options,
-            for_generation=self.for_generation,
+            writer.messages[:count], tools=writer.tools, options=self.options, for_generation=asks
         )
 
-    def _follow(self, form: Form, official: str, kept: Layout | None) -> tuple[Layout, list[str]]:
-        """Return the layout, and the text of each of its segments, from renders with marks.
 
-        Args:
-            kept: a layout of the structure; it stays if the template writes the same.
-        """
-        strings: list[str] = [*strings_in(list(self.tools))]
-        for turn in self.turns:
-            strings += [piece.text for piece in turn.pieces]
-            strings += strings_in([turn.reasoning, turn.name, turn.tool_call_id, *turn.tool_calls])
-        everything = "".join(strings)
-        unused = (mark for mark in map(chr, range(0xE000, 0xF8FF)) if mark not in everything)
-        begin, middle, end = itertools.islice(unused, 3)
-        marked = re.compile(f"{begin}([0-9]+){middle}([^{end}]*){end}")
-
-        def trimmed(number: int, text: str) -> str:
-            return f"{begin}{number}{middle}{text.strip()}{end}"
-
-        def between_blanks(number: int, text: str) -> str:
-            core = text.strip()
-            before, behind = text.split(core, 1) if core else (text, "")
-            return f"{before}{trimmed(number, core)}{behind}"
-
-        def bare_of(text: str) -> str:
-            return marked.sub(rf"{_OPEN}\1{_CLOSE}", text)
-
-        writer = _Writer(self, form, trimmed)
-        full = self._render(writer)
-        if kept is None or kept.bare != bare_of(full):
-            kept = _Finder(self, writer, full, bare_of).layout()
-        known = _same_or_trimmed(kept, writer.texts, official)
-        if known is not None:
-            return kept, known
-        texts = [text for _, text in marked.findall(full)]  # escaped, as in JSON
-        if marked.sub(r"\2", full) != official:  # or some trimmed, and others not
-            blank = self._render(_Writer(self, form, between_blanks))
-            if marked.sub(r"\2", blank) != official:
-                raise LayoutError(f"{_LEFT_OUT} contents")
-            texts = _with_blanks(texts, _PLACE.split(bare_of(full)), _PLACE.split(bare_of(blank)))
-        rest = iter(texts)
-        return kept, [next(rest) if part.number >= 0 else part.text for part in kept.segments]
+def _texts_in(official: str, layout: Layout, texts: Sequence[DataText]) -> list[str] | None:
+    """Return the text of each segment as the template wrote it; None where it wrote another."""
+    found = [texts[part.number].text if part.number >= 0 else part.text for part in layout.segments]
+    if "".join(found) == official:
+        return found
+    place = 0
+    for index, part in enumerate(layout.segments):
+        if part.number >= 0:
+            text, behind = found[index], layout.segments[index + 1 :][:1]
+            found[index] = _as_written(official, place, text, behind[0].text if behind else "")
+        if not official.startswith(found[index], place):
+            return None
+        place += len(found[index])
+    return found if place == len(official) else None
 
 
-def _with_blanks(texts: list[str], without: list[str], blank: list[str]) -> list[str]:
-    """Return the texts with those blanks that a template does not trim.
-
-    Args:
-        without: what it writes around trimmed texts, and between two the number of the text.
-        blank: the same with blanks around texts.
-    """
-    if without[1::2] != blank[1::2]:
-        raise LayoutError(f"{_LEFT_OUT} contents")
-    found = list(texts)
-    for number, (part, longer) in enumerate(zip(without[::2], blank[::2], strict=True)):
-        is_last = number == len(texts)
-        start = longer.rfind(part) if is_last else longer.find(part)
-        if start < 0:
-            raise LayoutError(f"{_LEFT_OUT} contents")
-        if number:
-            found[number - 1] += longer[:start]
-        if not is_last:
-            found[number] = longer[start + len(part) :] + found[number]
-    return found
-
-
-def _same_or_trimmed(layout: Layout, texts: Sequence[DataText], official: str) -> list[str] | None:
-    """Return the texts as they are, or all of them trimmed: nearly all templates do one of both."""
-    whole = [texts[part.number].text if part.number >= 0 else part.text for part in layout.segments]
-    if "".join(whole) == official:
-        return whole
-    pairs = zip(layout.segments, whole, strict=True)
-    trimmed = [text.strip() if part.number >= 0 else text for part, text in pairs]
-    return trimmed if "".join(trimmed) == official else None
+def _as_written(official: str, place: int, text: str, behind: str) -> str:
+    """Return a text of the data as it is at a place: escaped, or with those blanks that stayed."""
+    core = text.strip()
+    for quoted in (_dumps(text), _dumps(core), repr(text)):
+        escaped = quoted[1:-1]
+        if escaped not in (text, core) and official.startswith(escaped, place):
+            return escaped
+    start = len(official) - len(official[place:].lstrip())
+    if not official.startswith(core, start):
+        return text
+    rest = official[start + len(core) :]
+    num_blanks = len(rest) - len(rest.lstrip()) - (len(behind) - len(behind.lstrip()))
+    return official[place : max(start + len(core) + num_blanks, place)]
 
 
 class _Finder:
-    """Finds where the answers of one conversation are.
+    """Finds where the answers of one conversation are, from what the template makes of marks."""
 
-    Args:
-        writer: of the messages and tools, with marks around the texts.
-        full: what the template writes of them.
-        bare_of: puts places for the texts into what the template writes.
-    """
-
-    def __init__(
-        self, chat: _Chat, writer: _Writer, full: str, bare_of: Callable[[str], str]
-    ) -> None:
+    def __init__(self, chat: _Chat, form: Form) -> None:
         self.chat, self.template, self.turns = chat, chat.template, chat.turns
-        self.writer, self.texts = writer, writer.texts
-        self.full, self.bare, self.bare_of = full, bare_of(full), bare_of
+
+        def marked(number: int, text: str) -> str:
+            return f"{_OPEN}{number}{_BEGIN}{text.strip().translate(_NO_MARKS)}{_CLOSE}"
+
+        self.writer = _Writer(chat, form, marked)
+        self.texts = self.writer.texts
+        self.full = chat.render(self.writer)
+        self.bare = _bare(self.full)
         self.ends = chat.template.end_pattern
         self.notes: list[str] = []
         self.places = [
@@ -394,7 +332,7 @@ class _Finder:
         num_images = sum(piece.is_image for turn in turns for piece in turn.pieces)
         if sum(segment.is_image for segment in segments) != num_images:
             raise LayoutError(f"it does not write {num_images} images")
-        return Layout(self.bare, segments, end, tuple(self.notes))
+        return Layout(segments, end, tuple(self.notes))
 
     def _targets(self) -> tuple[list[tuple[int, int]], str]:
         """Return the spans in the loss, and the end-of-sequence token to add behind the last."""
@@ -455,7 +393,7 @@ class _Finder:
         )
         found: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for mark in marks:
-            start, end = (len(self.bare_of(self.full[:place])) for place in mark)
+            start, end = (len(_bare(self.full[:place])) for place in mark)
             # thoughts, or the end of a turn, have marks of their own
             inside = [number for first, _, number in self.places if start <= first < end]
             before = [number for _, last, number in self.places if last <= start]
@@ -484,60 +422,44 @@ class _Finder:
         if upto is not None:  # a tool's result may repeat the name of the call
             there = [self.texts[int(found[1])].turn for found in _PLACE.finditer(upto)]
             own = own[: there.count(number)]
-        before = self._beginning(number, for_generation=True) if number else None
-        start = self._start(number, before, own[0][0] if own else None)
-        text_end = own[-1][1] if own else start
-        return start, text_end, self._end(number, upto, text_end)
+        if not own:
+            raise LayoutError(f"it does not show where answer {number} begins")
+        text_end = own[-1][1]
+        return self._start(number, own[0][0]), text_end, self._end(number, upto, text_end)
 
     def _beginning(self, count: int, *, for_generation: bool) -> str | None:
         """Render only the first messages; None where the template does not take them."""
         try:
-            return self.bare_of(
-                self.template(
-                    self.writer.messages[:count],
-                    tools=self.writer.tools,
-                    options=self.chat.options,
-                    for_generation=for_generation,
-                )
-            )
+            return _bare(self.chat.render(self.writer, count, for_generation=for_generation))
         except Exception:  # templates can raise any exception
             return None
 
-    def _start(self, number: int, before: str | None, first: int | None) -> int:
-        """Return where an answer begins.
-
-        Args:
-            before: the messages before it, with what asks for an answer.
-            first: where its first text is.
-        """
-        if before is not None and self.bare.startswith(before):
-            if first is None or len(before) <= first:
-                return len(before)
-        if first is None:
-            raise LayoutError(f"it does not show where answer {number} begins")
+    def _start(self, number: int, first: int) -> int:
+        """Return where an answer begins, of which `first` is the first text."""
+        before = self._beginning(number, for_generation=True) if number else None
         if before is None:
             return first
-        reached = [place for place in self.places if place[1] <= first]
-        last = list(_PLACE.finditer(before))
-        if not reached or not last or int(last[-1][1]) != reached[-1][2]:
+        # the template's text between the last text before the answer and its first one
+        written, asked = (
+            _PLACE.split(text)[-2:] if _PLACE.search(text) else ["", text]
+            for text in (self.bare[:first], before)
+        )
+        if written[0] != asked[0]:
             raise LayoutError(f"what it writes before answer {number} depends on what comes after")
-        tail, written = before[last[-1].end() :], self.bare[reached[-1][1] : first]
-        if written.startswith(tail):
-            return reached[-1][1] + len(tail)
+        if written[1].startswith(asked[1]):
+            return first - len(written[1]) + len(asked[1])
         # thoughts that a template opens for the model are dropped from earlier turns
-        if tail.startswith(written) and number < len(self.turns) - 1:
+        if asked[1].startswith(written[1]) and number < len(self.turns) - 1:
             return first
         raise LayoutError(
-            f"before answer {number} it writes {written[-60:]!r}, but for generation "
-            f"{tail[-60:]!r}, so that the model would learn what it is never asked for"
+            f"before answer {number} it writes {written[1][-60:]!r}, but for generation "
+            f"{asked[1][-60:]!r}, so that the model would learn what it is never asked for"
         )
 
     def _end(self, number: int, upto: str | None, after: int) -> int:
         """Return the place behind the end-of-turn token; without one, behind the text.
 
-        Args:
-            upto: the messages up to this one.
-            after: the end of its last text.
+        `upto` are the messages up to this one, `after` is the end of its last text.
         """
         has_calls = bool(self.turns[number].tool_calls)
         rest = _PLACE.split(self.bare[after:], maxsplit=1)[0]
@@ -603,6 +525,15 @@ class _Finder:
             done = end
 
 
+def _bare(text: str) -> str:
+    """Return what a template wrote with places for the marked texts."""
+    return _MARKED.sub(rf"{_OPEN}\1{_CLOSE}", text)
+
+
+def _dumps(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
 def prepare_chat(processor: Any, *, template: str | None = None, **others: Any) -> None:
     """Give a processor the chat template of that name, and the end of its turns as eos_token.
 
@@ -651,13 +582,12 @@ def turn_ends(processor: Any) -> tuple[str, ...]:
 
 def _learnt_in_samples(template: ChatTemplate) -> Iterator[tuple[str, str]]:
     """Yield what is in the loss of small conversations: up to an answer's last text, and behind."""
-    function = {"name": "look", "arguments": {"place": "there"}}
     tool = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
-    asked, told, result = (
-        Turn(role, (Piece("a", is_user=True),), is_target=role == "assistant", tool_call_id=call)
-        for role, call in (("user", None), ("assistant", None), ("tool", "abcdefghi"))
-    )
+    function = {"name": "look", "arguments": {"place": "there"}}
     call: Tool = {"type": "function", "function": function, "id": "abcdefghi"}
+    text = (Piece("a", is_user=True),)
+    asked, result = Turn("user", text), Turn("tool", text, tool_call_id="abcdefghi")
+    told = Turn("assistant", text, is_target=True)
     calling = Turn("assistant", (), is_target=True, tool_calls=(call,))
     thinking = replace(told, reasoning="b")
     conversations: list[tuple[list[Turn], list[Tool]]] = [

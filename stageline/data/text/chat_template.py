@@ -25,19 +25,15 @@ _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """The chat template of a processor; use `ChatTemplate.of`, which keeps one for each.
-
-    Attributes:
-        layouts: places of texts and answers in conversations of one structure (chat.py).
-        turn_ends: the tokens that end its answers; None until they are needed (chat.py).
-        num_renders: how often the template ran.
-    """
+    """The chat template of a processor; use `ChatTemplate.of`, which keeps one for each."""
 
     _known: "weakref.WeakKeyDictionary[Any, tuple[Any, ChatTemplate]]"
     _known = weakref.WeakKeyDictionary()
 
     def __init__(self, processor: Any) -> None:
         self.tokenizer = get_tokenizer(processor)
+        kind = type(self.tokenizer).__name__
+        self.name: str = getattr(self.tokenizer, "name_or_path", "") or kind
         self.template = template_of(processor)
         self.image_token = get_image_token(processor)
         self.reserved = TextEncoder.of(processor).reserved
@@ -48,9 +44,12 @@ class ChatTemplate:
         texts = {str(token) for token in added if not token.special} | set(_TAGS)
         tags = any_of(text for text in texts if text.strip() and text not in self.reserved)
         self._tag_pattern = re.compile(rf"(\s*{tags.pattern}\s*)")
-        self.layouts: dict[str, Any] = {}
-        self.turn_ends: tuple[str, ...] | None = None
+        self.layouts: dict[str, Any] = {}  # where texts and answers are, by structure (chat.py)
+        self.turn_ends: tuple[str, ...] | None = None  # of answers, once they are needed (chat.py)
         self.num_renders = 0
+        written = self.template if isinstance(self.template, str) else ""  # else several by name
+        self.has_markers = bool(_MARKERS.search(written))  # {% generation %} around answers
+        self.knows_tools = not written or "tools" in written
         if not self.template:
             raise UserError(
                 f"`prompt_fn` chat needs a chat template, and the tokenizer {self.name!r} has "
@@ -68,11 +67,6 @@ class ChatTemplate:
             known = (state, cls(processor))
             cls._known[processor] = known
         return known[1]
-
-    @property
-    def name(self) -> str:
-        """The folder or name that the tokenizer was loaded from, or its class."""
-        return getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
 
     def __call__(
         self,
@@ -92,16 +86,6 @@ class ChatTemplate:
             add_generation_prompt=for_generation,
             **options,
         )
-
-    @property
-    def has_markers(self) -> bool:
-        """Whether the template marks the assistant's text with {% generation %}."""
-        return isinstance(self.template, str) and bool(_MARKERS.search(self.template))
-
-    @property
-    def knows_tools(self) -> bool:
-        """Whether the template reads the variable `tools`."""
-        return not isinstance(self.template, str) or "tools" in self.template
 
     def marked_spans(
         self, messages: Sequence[Message], *, tools: Sequence[Tool], options: dict[str, Any]
@@ -175,13 +159,13 @@ def use_template(processor: Any, *, template: str | None = None, **others: Any) 
         return
     tokenizer = get_tokenizer(processor)
     text = _templates().get(template)
-    if text is not None and template_of(processor) == text:
-        return
     if text is None:
         raise UserError(
             f"`prompt_fn.template` {template} is not known. Choose one of "
             f"{', '.join(_templates())}, or put another as chat_template.jinja into the folder."
         )
+    if template_of(processor) == text:
+        return
     lacks = _lacking(tokenizer, text)
     if lacks:
         raise UserError(

@@ -1,16 +1,12 @@
 """Rendered text -> token ids, with labels by character offsets. Knows neither images nor batches.
 
-The ids are those that the tokenizer makes of the whole text. A token that shares a character with
-a target piece is supervised: where " 7" is one token and "7" the answer, " 7" is. Only where text
-from the data turned into a special token, the text is tokenized run by run: special tokens of the
-template by their id, and the rest with a copy of the tokenizer that does not know them.
-
-Where the bytes of tokens are the bytes of the text, they show which characters a token covers:
-offsets would take a quarter of a tokenizer's time.
+A token that shares a character with a target piece is supervised: where " 7" is one token and "7"
+the answer, " 7" is. Only where text from the data turned into a special token, the text is
+tokenized run by run: special tokens of the template by their id, and the rest with a copy of the
+tokenizer that does not know them. The bytes of tokens show which characters a token covers, where
+they are those of the text: offsets would take a quarter of a tokenizer's time.
 """
 
-import bisect
-import functools
 import itertools
 import os
 import warnings
@@ -29,32 +25,15 @@ from stageline.data.text.tokenizers import PlainTokenizer
 from stageline.errors import DataError, UserError
 
 _USER, _FIXED, _TARGET, _MARKED, _ANSWER, _IMAGE = (1 << place for place in range(6))
-_ALL = numpy.arange(256, dtype=numpy.uint8)  # tables of all kinds: whether they say so
-_HAS_TARGET, _HAS_MARK, _HAS_ANSWER, _HAS_IMAGE = (
-    (_ALL & bit != 0).tobytes() for bit in (_TARGET, _MARKED, _ANSWER, _IMAGE)
-)
-_IS_TEXT = (_ALL & (_USER | _FIXED) == _USER).tobytes()
-_IS_CUTTABLE = (_ALL & (_USER | _FIXED | _TARGET) == _USER).tobytes()
-_ZERO = numpy.zeros(1, dtype=numpy.int64)
 Offsets = Sequence[tuple[int, int]]
-Kinds = bytes | bytearray  # each byte is a token: the bits of the pieces that it touches
-
-
-@functools.cache
-def _byte_of_letter() -> defaultdict[int, int]:
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    found: defaultdict[int, int] = defaultdict(lambda: 0xFF)  # a byte that no UTF-8 text has
-    found.update({ord(letter): byte for byte, letter in bytes_to_unicode().items()})
-    return found
+Kinds = numpy.ndarray  # each token's bits of the pieces that it touches
 
 
 def structural_tokens(processor: Any) -> set[str]:
     """Return added tokens that the chat template writes around the turns of a plain conversation.
 
-    Some tokenizers add "<|user|>" as an ordinary token. In text from the data it would still begin
-    a turn, so it is treated like a special one. `<think>` and tool tags are not: answers hold them.
-    So the last turn is the user's: before an answer some templates write such tags.
+    Some tokenizers add "<|user|>" as an ordinary token, which would begin a turn in text from the
+    data. `<think>` and tool tags stay ordinary, so no answer is last: templates write them there.
     """
     tokenizer = get_tokenizer(processor)
     added = {
@@ -65,11 +44,8 @@ def structural_tokens(processor: Any) -> set[str]:
     template = getattr(processor, "chat_template", None) or tokenizer.chat_template
     if not added or not isinstance(template, str):
         return set()
-    for is_list in (False, True):
-        messages = [
-            {"role": role, "content": [{"type": "text", "text": "q"}] if is_list else "q"}
-            for role in ("user", "assistant", "user")
-        ]
+    for content in ("q", [{"type": "text", "text": "q"}]):
+        messages = [{"role": role, "content": content} for role in ("user", "assistant", "user")]
         try:
             written = tokenizer.apply_chat_template(
                 messages, chat_template=template, tokenize=False
@@ -83,13 +59,10 @@ def structural_tokens(processor: Any) -> set[str]:
 def token_kinds(
     spans: Sequence[tuple[int, int, Piece]], starts: numpy.ndarray, ends: numpy.ndarray
 ) -> Kinds:
-    """Return which kinds of pieces each token of a text touches; all tokens at once.
+    """Return which kinds of pieces each token (from `starts` to `ends`) of a text touches.
 
-    A token across a border touches the pieces on both sides, one of no characters none.
-
-    Args:
-        spans: (start, end, piece), one behind the other.
-        starts, ends: of each token, in characters.
+    A token across a border touches the pieces on both sides, one of no characters none. `spans` are
+    (start, end, piece), one behind the other.
     """
     full = [span for span in spans if span[0] < span[1]]
     kinds = [_kind(piece) for _, _, piece in full]
@@ -102,22 +75,13 @@ def token_kinds(
         for kind in kinds[first[place] + 1 : last[place] + 1]:
             touched[place] |= kind
     touched[ends <= starts] = 0
-    return touched.tobytes()
+    return touched
 
 
 def _kind(piece: Piece) -> int:
-    return (
-        (_USER if piece.is_user else _FIXED)
-        | (_TARGET | _ANSWER if piece.is_target else 0)
-        | (_MARKED if piece.is_marked else 0)
-        | (_ANSWER if piece.is_answer else 0)
-        | (_IMAGE if piece.is_image else 0)
-    )
-
-
-def _marks(kinds: Kinds, table: bytes) -> list[bool]:
-    """Look the kinds of each token up in a table."""
-    return numpy.frombuffer(kinds.translate(table), dtype=numpy.bool_).tolist()
+    is_answer = piece.is_target or piece.is_answer
+    own = (piece.is_user, not piece.is_user, piece.is_target, piece.is_marked, is_answer)
+    return sum(flag << place for place, flag in enumerate((*own, piece.is_image)))
 
 
 @dataclass(frozen=True)
@@ -139,12 +103,12 @@ class Encoded:
         has_images = any(piece.is_image for piece in rendered.pieces)
         return cls(
             ids,
-            is_target=_marks(kinds, _HAS_TARGET),
-            is_cuttable=_marks(kinds, _IS_CUTTABLE),
-            is_marked=_marks(kinds, _HAS_MARK),
-            is_text=_marks(kinds, _IS_TEXT),
-            is_answer=_marks(kinds, _HAS_ANSWER) if has_answers else [],
-            is_image=_marks(kinds, _HAS_IMAGE) if has_images else [],
+            is_target=(kinds & _TARGET != 0).tolist(),
+            is_cuttable=(kinds & (_USER | _FIXED | _TARGET) == _USER).tolist(),
+            is_marked=(kinds & _MARKED != 0).tolist(),
+            is_text=(kinds & (_USER | _FIXED) == _USER).tolist(),
+            is_answer=(kinds & _ANSWER != 0).tolist() if has_answers else [],
+            is_image=(kinds & _IMAGE != 0).tolist() if has_images else [],
         )
 
     def __len__(self) -> int:
@@ -167,18 +131,16 @@ class Encoded:
         return Encoded(**kept)
 
 
-class _TokenBytes(dict[int, bytes]):
-    """Id -> bytes of the token, of a byte-level tokenizer; each is made when it is first needed."""
+def _token_bytes(tokenizer: Any) -> dict[int, bytes]:
+    """Return id -> bytes of each token of a byte-level tokenizer."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    def __init__(self, tokenizer: Any) -> None:
-        added = tokenizer.added_tokens_decoder.items()
-        super().__init__({token_id: str(token).encode() for token_id, token in added})
-        self._backend = tokenizer.backend_tokenizer
-
-    def __missing__(self, token_id: int) -> bytes:
-        letters = self._backend.id_to_token(token_id)
-        self[token_id] = letters.translate(_byte_of_letter()).encode("latin-1")
-        return self[token_id]
+    table: defaultdict[int, int] = defaultdict(lambda: 0xFF)  # a byte that no UTF-8 text has
+    table.update({ord(letter): byte for byte, letter in bytes_to_unicode().items()})
+    vocabulary = tokenizer.get_vocab().items()
+    found = {token_id: text.translate(table).encode("latin-1") for text, token_id in vocabulary}
+    added = tokenizer.added_tokens_decoder.items()
+    return found | {token_id: str(token).encode() for token_id, token in added}
 
 
 NO_END = (
@@ -220,9 +182,9 @@ class TextEncoder:
             getattr(kind, name, None) is getattr(base, name, None)
             for name in ("__call__", "_encode_plus", "backend_tokenizer")
         )
-        self._bytes: _TokenBytes | None = None
+        self._bytes: dict[int, bytes] | None = None
         if self._is_direct and isinstance(self.tokenizer.backend_tokenizer.decoder, ByteLevel):
-            self._bytes = _TokenBytes(self.tokenizer)
+            self._bytes = _token_bytes(self.tokenizer)
         # one text at a time: threads would only hand it on, and be missing in forked workers
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._plain: PlainTokenizer | None = None
@@ -265,13 +227,22 @@ class TextEncoder:
         unk_id, unk_text = self.tokenizer.unk_token_id, self.tokenizer.unk_token
         if any(
             # an unknown word is plain text; the string "<unk>" is not
-            token_id != unk_id or unk_text in rendered.text[starts[place] : ends[place]]
-            for place, token_id in enumerate(ids)
-            if token_id in self.reserved_ids and kinds[place] & _USER
+            ids[place] != unk_id or unk_text in rendered.text[starts[place] : ends[place]]
+            for place in self._reserved_in_data(ids, kinds)
         ):
             ids, starts, ends = _with_gaps(*self._tokenize_by_runs(spans))
             kinds = token_kinds(spans, starts, ends)
         return ids, kinds
+
+    def _reserved_in_data(self, ids: list[int], kinds: Kinds) -> list[int]:
+        """Return the places of reserved tokens that touch text from the data."""
+        if self.reserved_ids.isdisjoint(ids):
+            return []
+        return [
+            place
+            for place, token_id in enumerate(ids)
+            if token_id in self.reserved_ids and kinds[place] & _USER
+        ]
 
     def _by_bytes(self, rendered: Rendered) -> tuple[list[int], Kinds] | None:
         """Return ids and kinds without offsets, from the bytes of each token.
@@ -281,33 +252,19 @@ class TextEncoder:
         """
         if self._bytes is None or not self._is_as_loaded() or not rendered.pieces:
             return None
-        text = rendered.text
         # only the call for many texts can do without offsets
-        found = self.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        ids = found[0].ids
-        tokens = list(map(self._bytes.__getitem__, ids))
-        if b"".join(tokens) != text.encode():
+        backend = self.tokenizer.backend_tokenizer
+        ids = backend.encode_batch_fast([rendered.text], add_special_tokens=False)[0].ids
+        tokens = [self._bytes[token_id] for token_id in ids]
+        if b"".join(tokens) != rendered.text.encode():
             return None
-        ends = list(itertools.accumulate(map(len, tokens)))
-        kinds = bytearray()
-        end = crossing = 0  # kinds of the pieces in which the next token begins
-        for piece in rendered.pieces:
-            if not piece.text:
-                continue
-            end += len(piece.text.encode())
-            first = len(kinds)
-            last = bisect.bisect_right(ends, end, lo=first)
-            is_cut = end > (ends[last - 1] if last else 0)
-            if piece.is_user and not self.reserved_ids.isdisjoint(ids[first : last + is_cut]):
-                return None
-            kind = _kind(piece)
-            if last > first:
-                kinds.append(kind | crossing)
-                kinds += bytes((kind,)) * (last - first - 1)
-                crossing = 0
-            if is_cut:
-                crossing |= kind
-        return ids, kinds
+        widths = numpy.array([len(token) for token in tokens], dtype=numpy.int64)
+        ends = widths.cumsum()
+        lengths = [len(piece.text.encode()) for piece in rendered.pieces]
+        borders = itertools.pairwise(itertools.accumulate(lengths, initial=0))
+        spans = [(*border, piece) for border, piece in zip(borders, rendered.pieces, strict=True)]
+        kinds = token_kinds(spans, ends - widths, ends)
+        return None if self._reserved_in_data(ids, kinds) else (ids, kinds)
 
     def _is_as_loaded(self) -> bool:
         """Tell whether no call has left a padding, a truncation or other special tokens."""
@@ -341,14 +298,13 @@ class TextEncoder:
         run_start = 0
 
         def finish_run() -> None:
-            if run:
-                for token_id, start, end in self.plain.encode(run, is_first=run_start == 0):
-                    ids.append(token_id)
-                    offsets.append((run_start + start, run_start + end))
+            found = self.plain.encode(run, is_first=run_start == 0) if run else ()
+            for token_id, start, end in found:
+                ids.append(token_id)
+                offsets.append((run_start + start, run_start + end))
 
         for start, _, piece in spans:
-            parts = [piece.text] if piece.is_user else self.plain.split_reserved(piece.text)
-            for part in parts:
+            for part in [piece.text] if piece.is_user else self.plain.split_reserved(piece.text):
                 token_id = None if piece.is_user else self.plain.reserved_id(part)
                 if token_id is None:
                     run += part
@@ -374,14 +330,12 @@ class TextEncoder:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(NO_END, stacklevel=2)
-            return
-        if ids[-1] == eos_id:  # the template ends with it
+        elif ids[-1] == eos_id:  # the template ends with it
             is_target[-1] = True
-            return
-        others = encoded.marks
-        ids.append(eos_id)
-        for marks in others:
-            marks.append(marks is is_target or marks is encoded.is_answer)
+        else:
+            for marks in encoded.marks:
+                marks.append(marks is is_target or marks is encoded.is_answer)
+            ids.append(eos_id)
 
 
 def encode_rendered(rendered: Rendered, processor: Any) -> Encoded:
@@ -403,7 +357,7 @@ def _with_gaps(ids: list[int], offsets: Offsets) -> tuple[list[int], numpy.ndarr
     spans = numpy.array(offsets, dtype=numpy.int64).reshape(len(offsets), 2)
     starts, ends = spans[:, 0], spans[:, 1]
     reached = numpy.maximum.accumulate(ends)
-    before = numpy.concatenate((_ZERO, reached[:-1])) if len(ids) else reached
+    before = numpy.concatenate(([0], reached[:-1])) if len(ids) else reached
     return ids, numpy.minimum(starts, before), numpy.maximum(starts, ends)
 
 

@@ -1,12 +1,9 @@
 """Refuse, cut or drop a sample that is longer than the context.
 
-Image tokens are never cut, and answers only with `share`. A plain text, which has no answer, may
-lose its end.
-
-`share` divides the context between prompts and answers as LLaMA-Factory's cutoff_len does, number
-for number: a short answer stays whole and its prompt is cut, or the other way round, else both in
-proportion, each keeping its left part; pair after pair takes from what is left. Unlike
-LLaMA-Factory, only text from the data is cut.
+Image tokens are never cut, and answers only with `share`, which divides the context between prompts
+and answers as LLaMA-Factory's cutoff_len does, number for number: a short answer stays whole and
+its prompt is cut, or the other way round, else both in proportion; pair after pair takes from what
+is left. Unlike LLaMA-Factory, only text from the data is cut.
 """
 
 import warnings
@@ -19,11 +16,10 @@ from stageline.data.text.encode import Encoded
 from stageline.errors import DataError
 
 ChatOverlong = Literal["error", "cut_prompt", "share", "drop"]
-PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair keep the same prompt
 TextOverlong = Literal["error", "cut", "drop"]
 Overlong = ChatOverlong | TextOverlong
 DROPPING = ("drop", "share")  # choices that may leave nothing of a sample
-_has_warned: set[str] = set()
+_has_warned: set[tuple[str, bool]] = set()
 
 
 def share_budget(num_source: int, num_target: int, budget: int) -> tuple[int, int]:
@@ -53,11 +49,8 @@ def share_places(encoded: Encoded, budget: int) -> list[int] | None:
     """Return which tokens are kept of a sample that is longer than `budget`.
 
     Pairs come in order; where only the last answer is in the loss, from the last one backwards, and
-    earlier ones get what is left. A cut answer loses the token that ends its turn, as in
-    LLaMA-Factory.
-
-    Returns:
-        Places in order; None where no supervised token or not all images would be left.
+    earlier ones get what is left. A cut answer loses the token that ends its turn. None: no
+    supervised token or not all images would be left.
     """
     if not encoded.is_text:  # made elsewhere: its answers are not known to be text
         encoded = replace(encoded, is_text=encoded.is_cuttable)
@@ -135,7 +128,7 @@ def limit_length(
     pad_token_id: int = 0,
     warn: bool = True,
 ) -> Encoded:
-    """Bring one sample to at most `max_token_num` tokens.
+    """Bring one sample to at most `max_token_num` tokens; say so once per way with `warn`.
 
     Args:
         overlong: `error` refuses a longer sample. `cut_prompt` takes text from the data out of
@@ -143,10 +136,6 @@ def limit_length(
             cuts the ends of prompts and answers; what would have nothing to learn then is
             dropped. `drop` puts a row without labels in its place, so that the number of rows
             stays. `cut` keeps the beginning of plain text, without EOS.
-        warn: say so (once per way) when a sample is changed.
-
-    Raises:
-        DataError: the sample is too long and may not, or cannot, be cut.
     """
     if len(encoded) <= max_token_num:
         return encoded
@@ -170,33 +159,21 @@ def limit_length(
         gone = set(cuttable[:surplus])
         kept = [place for place in range(len(encoded)) if place not in gone]
         what = f": the first {surplus} tokens of its prompt's {len(cuttable)} from the data are cut"
-    if kept is not None:
-        if warn:
-            _warn_once(overlong, f"{name}{what}: {lengths}")
-        return encoded.keep(kept)
-    if overlong in DROPPING:
-        if warn:
-            why = ", and with a share for each nothing to learn would be left"
-            message = f"{name} is dropped: {lengths}{why if overlong == 'share' else ''}"
-            _warn_once(f"{overlong}, drop", message)
+    is_dropped = kept is None and overlong in DROPPING
+    if is_dropped:
+        what = " is dropped"
+        if overlong == "share":
+            lengths += ", and with a share for each nothing to learn would be left"
+    if warn and (is_dropped or kept is not None) and (overlong, is_dropped) not in _has_warned:
+        _has_warned.add((overlong, is_dropped))
+        text = f"{name}{what}: {lengths}. Further ones are not reported."
+        warnings.warn(text, stacklevel=3)
+    if is_dropped:
         return Encoded([pad_token_id], [False], [False])
-    cure = "`collate_fn.overlong` drop leaves such samples out"
-    if overlong != "error":
-        cure = f"only {len(cuttable)} tokens of its prompt may be cut, {cure}"
-    elif not cuttable:
-        cure += ", and with `collate_fn` pt `collate_fn.overlong` cut keeps the beginning of a text"
-    else:
-        cure = (
-            f"`collate_fn.overlong` cut_prompt would cut up to {len(cuttable)} tokens from the "
-            "beginning of its prompt's text, `collate_fn.overlong` share cuts prompt and answer, "
-            f"{cure}"
-        )
+    if kept is not None:
+        return encoded.keep(kept)
     raise DataError(
-        f"{name}: {lengths}. Raise `max_token_num` to {len(encoded)}, or shorten the row; {cure}."
+        f"{name}: {lengths}, and only {len(cuttable)} tokens of its prompt may be cut. Raise "
+        f"`max_token_num` to {len(encoded)}, shorten the row, or use `collate_fn.overlong` cut "
+        "(plain text), cut_prompt, share or drop."
     )
-
-
-def _warn_once(kind: str, message: str) -> None:
-    if kind not in _has_warned:
-        _has_warned.add(kind)
-        warnings.warn(f"{message}. Further ones are not reported.", stacklevel=4)

@@ -1,8 +1,7 @@
 """Conversations as lists of turns made of pieces, from template samples and `messages` samples.
 
-chat.py renders turns with the model's own chat template. Some templates want arguments of calls as
-text, Mistral's wants ids of nine letters, and many know no tools: those get them in the system
-message, as Qwen2.5's template and Hermes write them.
+Some templates want arguments of calls as text, Mistral's wants ids of nine letters, and many know
+no tools: those get them in the system message, as Qwen2.5's template and Hermes write them.
 """
 
 import hashlib
@@ -14,25 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stageline.data.rows.conversations import (
-    WEIGHTS,
+    PLAIN_TAGS,
     bad_row,
-    is_learnt,
-    parsed,
+    read_json,
+    read_message,
     shown,
     with_row_weights,
 )
-from stageline.data.rows.read_rows import check_value
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template import fill_parts, parse_template, slot_value
 from stageline.errors import DataError, UserError
 
 Tool = dict[str, Any]
 SYSTEM_ROLES = ("system", "developer")
-_KNOWN_FIELDS = {
-    *("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"),
-    *("mask", *WEIGHTS),
-}
-_PLAIN = {"role", "content"}
 CALL_MARKS = ("<tool_call>", "</tool_call>")
 _ID = re.compile("[A-Za-z0-9]{9}")
 _TOOLS_TEXT = """# Tools
@@ -50,8 +43,6 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 AS_TEXT = "it knows no tools, so they are written into the system message, and calls as text"
-_OF_ANSWERS = ("tool_calls", "reasoning_content")
-_IMAGE_TYPES = ("image", "image_url")
 
 
 @dataclass(frozen=True)
@@ -80,22 +71,16 @@ class Conversation(Rendered):
     ) -> "Conversation":
         """Return the conversation of some turns, with their pieces."""
         pieces = tuple(piece for turn in turns for piece in turn.pieces)
-        return cls(
-            pieces,
-            is_chat=True,
-            for_generation=for_generation,
-            turns=tuple(turns),
-            tools=tuple(tools),
-        )
+        given: dict[str, Any] = {"is_chat": True, "for_generation": for_generation}
+        return cls(pieces, turns=tuple(turns), tools=tuple(tools), **given)
 
 
 def turns_of(
     sample: Mapping[str, Any], prompt: str, *, system: str | None, for_generation: bool
 ) -> list[Turn]:
     """Return the turns of a sample: its `messages`, or the template as question and answer."""
-    has_messages = sample.get("messages") is not None
     own_system = sample.get("system")
-    turns = [] if has_messages else _from_template(sample, prompt)
+    turns = [] if sample.get("messages") is not None else _from_template(sample, prompt)
     with _row_named(sample):
         turns = turns or _from_messages(sample)
         if not isinstance(own_system, str | None):
@@ -148,15 +133,11 @@ def _from_template(sample: Mapping[str, Any], prompt: str) -> list[Turn]:
     parts = parse_template(prompt)
     place = next(index for index, part in enumerate(parts) if part.is_target)
     behind = "".join(part.text or f"[{part.slot}]" for part in parts[place + 1 :]).strip()
-    if behind:
+    if behind or place == 0:
+        what = f"{behind!r} after the answer" if behind else "nothing before the answer"
         raise UserError(
-            f"the template {prompt!r} has {behind!r} after the answer, and with `prompt_fn` chat "
-            "an answer ends its message. Take that text out, or use `prompt_fn` fill."
-        )
-    if place == 0:
-        raise UserError(
-            f"the template {prompt!r} begins with the answer, and with `prompt_fn` chat an answer "
-            "follows a prompt. Use `prompt_fn` fill for plain text, or give rows with messages."
+            f"the template {prompt!r} has {what}, and with `prompt_fn` chat an answer is a message "
+            "that follows a prompt. Change it, use `prompt_fn` fill, or give rows with messages."
         )
     # without the template's line breaks next to images and at the end: chat templates have own
     question: list[Piece] = []
@@ -164,7 +145,7 @@ def _from_template(sample: Mapping[str, Any], prompt: str) -> list[Turn]:
         if question and question[-1].is_image and not piece.is_user:
             piece = replace(piece, text=piece.text.lstrip("\n"))
         question.append(piece)
-    if question and not question[-1].is_user and not question[-1].is_image:
+    if question and not question[-1].is_user:
         question[-1] = replace(question[-1], text=question[-1].text.rstrip())
     question = [piece for piece in question if piece.text or piece.is_image]
     answer = slot_value(sample, parts[place].slot)
@@ -190,90 +171,39 @@ def _from_messages(sample: Mapping[str, Any]) -> list[Turn]:
 
 
 def _turn(place: str, message: Any) -> Turn:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise bad_row(f"{place} is {shown(message)}", "an object with role and content")
-    role = message["role"]
-    if not role.replace("_", "").isalnum():  # it might hold a special token
-        raise bad_row(f"{place} has the role {shown(role)}", "a word such as user")
-    is_answer = role == "assistant"
-    if message.keys() == _PLAIN and isinstance(message["content"], str):  # nothing to check further
-        return Turn(role, (Piece(message["content"], True, is_answer),), is_answer)
-    filled = {key: value for key, value in message.items() if value is not None}
-    if unknown := sorted(filled.keys() - _KNOWN_FIELDS):
-        raise bad_row(f"{place} has the fields {', '.join(unknown)}", "those of a chat message")
-    for field in ("name", "tool_call_id", "reasoning_content"):
-        if not isinstance(filled.get(field, ""), str):
-            raise bad_row(f"{place} has the {field} {shown(filled[field])}", "text")
-    if not is_answer and (alien := [key for key in _OF_ANSWERS if filled.get(key)]):
-        raise bad_row(f"{place} of {role} has {alien[0]}", "it only with an assistant's message")
-    is_target = is_learnt(message, place, is_answer=is_answer)
-    calls = filled.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise bad_row(f"{place} has the tool_calls {shown(calls)}", "a list")
-    calls = tuple(_read_call(place, call) for call in calls)
-    reasoning = filled.get("reasoning_content", "")
-    content = filled.get("content", "" if calls or reasoning else None)
+    if isinstance(message, dict) and message.keys() == {"role", "content"}:  # nearly all are plain
+        role, content = message["role"], message["content"]
+        if role in ("user", "assistant", "system") and isinstance(content, str):
+            is_answer = role == "assistant"
+            return Turn(role, (Piece(content, True, is_answer),), is_answer)
+    read = read_message(message, PLAIN_TAGS, place=place)
+    is_target = read["role"] == "assistant" and read.get("weight", 1) != 0
+    content = read["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list):
-        raise bad_row(f"{place} has the content {shown(content)}", "text, or a list of parts")
-    pieces = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in _IMAGE_TYPES:
-            pieces.append(Piece("", is_image=True))
-        elif kind == "text" and isinstance(part.get("text"), str):
-            pieces.append(Piece(part["text"], is_user=True, is_target=is_target))
-        else:
-            wanted = 'an image or {"type": "text", "text": ...}'
-            raise bad_row(f"{place} has the part {shown(part)}", wanted)
+    pieces = [
+        Piece(part["text"], is_user=True, is_target=is_target)
+        if part["type"] == "text"
+        else Piece("", is_image=True)
+        for part in parts
+    ]
     return Turn(
-        role,
+        read["role"],
         tuple(pieces),
         is_target=is_target,
-        name=filled.get("name"),
-        reasoning=reasoning,
-        tool_calls=calls,
-        tool_call_id=filled.get("tool_call_id"),
+        name=read.get("name"),
+        reasoning=read.get("reasoning_content", ""),
+        tool_calls=tuple(read.get("tool_calls", ())),
+        tool_call_id=read.get("tool_call_id"),
     )
-
-
-def _read_call(place: str, call: Any) -> Tool:
-    """Return a tool call, in which arguments that are the JSON text of an object become one.
-
-    Chat templates write the object themselves; given text, most would write JSON in JSON.
-    """
-    function = call.get("function", call) if isinstance(call, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict | str | None):
-        wanted = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
-        raise bad_row(f"{place} has the tool call {shown(call)}", wanted)
-    if isinstance(arguments, str):
-        try:
-            read = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            read = None
-        try:
-            check_value(read)
-        except ValueError as error:
-            raise bad_row(f"{place} has a call with {error}", "arguments without it") from error
-        arguments = read if isinstance(read, dict) else arguments
-    made: Tool = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
-    if isinstance(call.get("id"), str) and call["id"]:
-        made["id"] = call["id"]
-    return made
 
 
 def tools_of(sample: Mapping[str, Any]) -> list[Tool]:
     """Return the tool descriptions of a sample: a list of objects, or that list as JSON text."""
-    tools = sample.get("tools")
-    if isinstance(tools, str) and (read := parsed(tools)) is not None:
-        tools = read
-    if not tools:
-        return []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        with _row_named(sample):
-            raise bad_row(f"`tools` is {shown(tools)}", "a list of JSON-schema objects")
+    with _row_named(sample):
+        wanted = "a list of JSON-schema objects"
+        tools = read_json(sample.get("tools") or [], "`tools` is", wanted)
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise bad_row(f"`tools` is {shown(tools)}", wanted)
     return tools
 
 
@@ -287,31 +217,18 @@ def _row_named(sample: Mapping[str, Any]) -> Iterator[None]:
         raise DataError(f"{name}: {error}") from None
 
 
-# -- tools for templates that do not take them as they are ----------------------------------------
-
-
 def forms_of(
     turns: Sequence[Turn], tools: Sequence[Tool], *, knows_tools: bool
 ) -> Iterator[tuple[list[Turn], Sequence[Tool], str]]:
     """Yield turns and tools as they are, then as other templates want them, with a warning."""
-    has_any = any(turn.tool_calls or turn.role == "tool" for turn in turns)
-    if not (tools or has_any):
-        yield list(turns), tools, ""
-        return
     has_calls = any(turn.tool_calls for turn in turns)
+    has_any = has_calls or any(turn.role == "tool" for turn in turns)
     ways = [list(turns)]
     if knows_tools and has_any and (named := with_ids(turns)) != ways[0]:
         ways.append(named)
+    if has_calls and (knows_tools or not tools):
+        ways += [[_with_arguments_as_text(turn) for turn in way] for way in list(ways)]
     if knows_tools or not tools:
-        for way in list(ways) if has_calls else []:
-            ways.append([])  # with arguments as text
-            for turn in way:
-                calls = []
-                for call in turn.tool_calls:
-                    arguments = call["function"]["arguments"]
-                    text = arguments if isinstance(arguments, str) else _dumps(arguments)
-                    calls.append({**call, "function": {**call["function"], "arguments": text}})
-                ways[-1].append(replace(turn, tool_calls=tuple(calls)))
         for way in ways:
             yield way, tools, ""
     if not knows_tools and (tools or has_any):
@@ -319,6 +236,15 @@ def forms_of(
         written = list(_as_text(turns))
         for role in ("system", "user"):  # some templates know no system message either
             yield _with_text(written, told, role), (), AS_TEXT
+
+
+def _with_arguments_as_text(turn: Turn) -> Turn:
+    calls = []
+    for call in turn.tool_calls:
+        function = call["function"]
+        text = _dumps(function["arguments"])
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return replace(turn, tool_calls=tuple(calls))
 
 
 def with_ids(turns: Sequence[Turn]) -> list[Turn]:

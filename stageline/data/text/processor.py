@@ -9,16 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from stageline.errors import UserError
-from stageline.model_folder import check_bulky, check_folder, read_json
+from stageline.model_folder import check_bulky, check_folder
 
-# model_type -> processor class, for folders that do not name it
-_PROCESSOR_OF_MODEL = {
-    "internvl": "InternVLProcessor",
-    "qwen2_vl": "Qwen2VLProcessor",
-    "qwen2_5_vl": "Qwen2_5_VLProcessor",
-    "qwen3_vl": "Qwen3VLProcessor",
-    "smolvlm": "SmolVLMProcessor",
-}
 # video processors that saved folders name, for machines that have torchvision
 _VIDEO_TYPES = {
     "InternVLProcessor": "InternVLVideoProcessor",
@@ -74,9 +66,8 @@ def compose_processor(
 ) -> Any:
     """Return a processor of transformers' class `class_name`, without a video processor.
 
-    Args:
-        video_config: settings of the video processor, to be kept when saving.
-        options: further arguments of the class, such as image_seq_length.
+    `video_config` are the settings of the video processor, to be kept when saving; `options` are
+    further arguments of the class, such as image_seq_length.
     """
     import transformers
 
@@ -97,9 +88,6 @@ def compose_processor(
 
 def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Return the processor of a vision-language model, or the tokenizer of a text model.
-
-    Args:
-        path: a folder that `save_pretrained` of transformers or `save_processor` wrote.
 
     Raises:
         UserError: the folder holds neither, or what it holds cannot be loaded, or it would run
@@ -172,12 +160,9 @@ def _load_without_video(path: Path, error: Exception, **options: bool) -> Any:
             settings = found
         elif found.get("processor_class"):
             settings.setdefault("processor_class", found["processor_class"])
-    class_name = settings.pop("processor_class", None)
-    if class_name is None and (path / "config.json").is_file():
-        model_type = read_json(path / "config.json").get("model_type", "")
-        class_name = _PROCESSOR_OF_MODEL.get(model_type)
-    base = getattr(transformers, class_name or "", None)
-    if class_name is None or base is None or "video_processor" not in base.get_attributes():
+    class_name = settings.pop("processor_class", "")
+    base = getattr(transformers, class_name, None)
+    if base is None or "video_processor" not in base.get_attributes():
         raise _cannot_load(path, error) from error
     try:
         try:
@@ -189,19 +174,15 @@ def _load_without_video(path: Path, error: Exception, **options: bool) -> Any:
             name = own["image_processor_type"].removesuffix("Fast").removesuffix("Pil")
             image_processor = getattr(transformers, f"{name}Pil").from_dict(own)
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), **options)
-        template_file = path / "chat_template.jinja"
-        template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
+        file = path / "chat_template.jinja"
+        template = file.read_text(encoding="utf-8") if file.is_file() else tokenizer.chat_template
         return compose_processor(
             class_name,
             image_processor=image_processor,
             tokenizer=tokenizer,
-            chat_template=template or tokenizer.chat_template,
+            chat_template=template,
             video_config=settings.pop("video_processor", None),
-            **{
-                name: settings[name]
-                for name in ("image_seq_length", "image_seq_len")
-                if name in settings
-            },
+            **{name: settings[name] for name in settings if name.startswith("image_seq_len")},
         )
     except Exception as second:
         raise _cannot_load(path, second) from second

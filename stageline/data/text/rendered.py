@@ -28,18 +28,14 @@ class Piece:
 class Rendered:
     """One sample as a sequence of pieces.
 
-    Attributes:
-        is_chat: made by a chat template, which holds its own first and last tokens. If False, the
-            tokenizer adds its first tokens, and in training an end-of-sequence token follows the
-            text and is in the loss.
-        for_generation: the answer and all after it are left out.
-        name: name of the sample, for errors.
+    A chat template (`is_chat`) writes its own first and last tokens. Else the tokenizer adds its
+    first tokens, and in training an end-of-sequence token that is in the loss.
     """
 
     pieces: tuple[Piece, ...]
     is_chat: bool = False
-    for_generation: bool = False
-    name: str = ""
+    for_generation: bool = False  # the answer and all after it are left out
+    name: str = ""  # of the sample, for errors
 
     @property
     def text(self) -> str:
@@ -76,8 +72,7 @@ class Rendered:
         """Replace the text of each image piece, in order; there must be one text for each."""
         remaining = iter(texts)
         return self.with_pieces(
-            replace(piece, text=next(remaining)) if piece.is_image else piece
-            for piece in self.pieces
+            replace(piece, text=next(remaining)) if piece.is_image else piece for piece in self
         )
 
 
@@ -98,8 +93,7 @@ def plain_image_text(processor: Any) -> str:
             "`processor_path` to the processor of a vision-language model, or use `image_token` "
             "none, which leaves images out of the text."
         )
-    vocabulary = processor.tokenizer.get_vocab()
-    before, after = "<|vision_start|>", "<|vision_end|>"
-    if token == "<|image_pad|>" and before in vocabulary and after in vocabulary:
-        return f"{before}{token}{after}"  # Qwen-VL finds its images by these
+    vision = ("<|vision_start|>", "<|vision_end|>")  # Qwen-VL finds its images by these
+    if token == "<|image_pad|>" and set(vision) <= processor.tokenizer.get_vocab().keys():
+        return token.join(vision)
     return token

@@ -9,6 +9,7 @@ text. A pair of double brackets is literal: "[[INST]]" means "[INST]".
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 from stageline.data.text.rendered import Piece, Rendered
@@ -38,22 +39,16 @@ def parse_template(prompt: str) -> list[TemplatePart]:
     parts: list[TemplatePart] = []
     end = 0
     for match in _PATTERN.finditer(prompt):
-        literal = f"[{match[1]}]" if match[1] else ""
         parts.append(TemplatePart(text=prompt[end : match.start()]))
-        parts.append(TemplatePart(text=literal, slot=match[2] or ""))
+        parts.append(TemplatePart(text=f"[{match[1]}]" if match[1] else "", slot=match[2] or ""))
         end = match.end()
     parts.append(TemplatePart(text=prompt[end:]))
-    slots = [part.slot for part in parts if part.slot]
-    filled = [slot for slot in slots if slot != IMAGE]
-    if slots.count("ANSWER") > 1:
+    slots = [part.slot for part in parts if part.slot not in ("", IMAGE)]
+    target = "ANSWER" if "ANSWER" in slots else slots[-1] if slots else ""
+    if target not in _TARGETS or slots.count(target) > 1:
         raise UserError(
-            f"the template {prompt!r} has [ANSWER] {slots.count('ANSWER')} times. Leave one."
-        )
-    target = "ANSWER" if "ANSWER" in filled else filled[-1] if filled else ""
-    if target not in _TARGETS or filled.count(target) > 1:
-        raise UserError(
-            f"the template {prompt!r} has nothing to learn. Add [ANSWER] to the `prompt`, or "
-            "[CAPTION] or [TEXT] at its end."
+            f"the template {prompt!r} needs one place for the answer. Write [ANSWER] once into "
+            "the `prompt`, or [CAPTION] or [TEXT] at its end."
         )
     return [
         replace(part, is_target=part.slot == target) for part in parts if part.text or part.slot
@@ -66,11 +61,9 @@ def fill_parts(
     """Yield the pieces of one sample.
 
     An image place without an image is removed, with one line break after it. Text of the template
-    after the answer is in the loss too, so that the model gets through it to the end.
-
-    Args:
-        for_generation: stop before the answer; spaces before it go too, since tokenizers put a
-            space and the word after it into one token.
+    after the answer is in the loss too, so that the model gets through it to the end. For
+    generation spaces before the answer go too: tokenizers put a space and the word after it into
+    one token.
     """
     num_images, num_places = sample.get("num_images"), sum(part.slot == IMAGE for part in parts)
     # one [IMAGE] stands for all images of a sample; several for one each
@@ -104,10 +97,10 @@ def slot_value(sample: Mapping[str, Any], slot: str) -> str:
         return "\n".join(f"{chr(ord('A') + i)}. {choice}" for i, choice in enumerate(value))
     if isinstance(value, str | int | float):
         return str(value)
+    state = "is missing" if value is None else f"is a {type(value).__name__}"
     raise DataError(
         f"sample {sample.get('source') or sample.get('id', '?')}: the template's [{slot}] needs "
-        f"text in the field {slot.lower()!r}, which "
-        f"{'is missing' if value is None else f'is a {type(value).__name__}'}; the fields are "
+        f"text in the field {slot.lower()!r}, which {state}; the fields are "
         f"{', '.join(sorted(sample)) or 'none'}. Correct the row, or write [[{slot}]] for the text."
     )
 
@@ -145,7 +138,8 @@ _UNSPACED = (
 # A letter of a word in a script with spaces. The group turns off IGNORECASE, with which `re` would
 # fold the case of 175,000 letters.
 _SPACED_LETTER = rf"(?-i:[^\W{_UNSPACED}])"
-_APOSTROPHES = "'\u2018\u2019\u02bc\uff07"
+_APOSTROPHES = "['\u2018\u2019\u02bc\uff07]"
+_GAP = r"[\s\-\u2010-\u2013]+"
 
 
 class MarkedWords:
@@ -181,50 +175,30 @@ class MarkedWords:
         Neighbouring pieces in the loss are read as one text, so a match may cross from one to the
         next, never from the prompt into the answer.
         """
-        joined: list[tuple[int, int]] = []
-        for start, end in rendered.target_spans():
-            is_next = bool(joined) and joined[-1][1] == start
-            joined.append((joined.pop()[0] if is_next else start, end))
-        matches = [
-            (start + first, start + last)
-            for start, end in joined
-            for first, last in self.spans(rendered.text[start:end])
-        ]
+        matches: list[tuple[int, int]] = []
+        for is_target, group in groupby(rendered.spans(), key=lambda span: span[2].is_target):
+            run = list(group)
+            if is_target:
+                text, start = "".join(piece.text for _, _, piece in run), run[0][0]
+                matches += [(start + first, start + last) for first, last in self.spans(text)]
         if not matches:
             return rendered
-        return rendered.with_pieces(
-            part
-            for start, _, piece in rendered.spans()
-            for part in (_cut(piece, start, matches) if piece.is_target else [piece])
-        )
+        borders = sorted({border for match in matches for border in match})
+        pieces = []
+        for start, end, piece in rendered.spans():
+            for first, last in pairwise([start, *(b for b in borders if start < b < end), end]):
+                is_marked = first < last and any(low <= first < high for low, high in matches)
+                text = piece.text[first - start : last - start]
+                pieces.append(replace(piece, text=text, is_marked=is_marked))
+        return rendered.with_pieces(pieces)
 
 
 def _pattern(word: str) -> str:
     """Return one word as a pattern, with boundaries where its own edge has them."""
-    words = [part for part in re.split(r"[\s\-\u2010-\u2013]+", word) if part]
-    escaped = [
-        "".join(f"[{_APOSTROPHES}]" if c in _APOSTROPHES else re.escape(c) for c in part)
-        for part in words
-    ]
-    body = r"[\s\-\u2010-\u2013]+".join(escaped)
-    first, last = words[0][0], words[-1][-1]
-    before = f"(?<!{_SPACED_LETTER})" if re.match(_SPACED_LETTER, first) else ""
-    if first.isdigit():  # 1.3 o'clock and 12:3 o'clock are no 3 o'clock
+    parts = [part for part in re.split(_GAP, word) if part]
+    body = re.sub(_APOSTROPHES, _APOSTROPHES, _GAP.join(map(re.escape, parts)))
+    before = f"(?<!{_SPACED_LETTER})" if re.match(_SPACED_LETTER, parts[0]) else ""
+    if parts[0][0].isdigit():  # 1.3 o'clock and 12:3 o'clock are no 3 o'clock
         before += r"(?<!\d[.,:])"
-    after = f"(?!{_SPACED_LETTER})" if re.match(_SPACED_LETTER, last) else ""
+    after = f"(?!{_SPACED_LETTER})" if re.match(_SPACED_LETTER, parts[-1][-1]) else ""
     return before + body + after
-
-
-def _cut(piece: Piece, start: int, matches: Sequence[tuple[int, int]]) -> Iterator[Piece]:
-    """Yield the piece in parts, those inside a match marked."""
-    end, place = start + len(piece.text), start
-    for first, last in matches:
-        first, last = max(first, start), min(last, end)
-        if first >= last:
-            continue
-        if place < first:
-            yield replace(piece, text=piece.text[place - start : first - start])
-        yield replace(piece, text=piece.text[first - start : last - start], is_marked=True)
-        place = last
-    if place < end or not piece.text:
-        yield replace(piece, text=piece.text[place - start :])

@@ -1,8 +1,8 @@
 """A copy of a fast tokenizer to which special tokens are plain text; and tokens that are added.
 
 The copy is for text from the data: "<|im_end|>" in it becomes the characters < | i m ..., never
-the token. Tokens are added as ordinary ones, which text from the data may hold and which stay in
-decoded text. Their rows in the model are made in `stageline/modules/new_rows.py`.
+the token. Tokens are added as ordinary ones, which stay in decoded text; their rows in the model
+are made in `modules/new_rows.py`.
 """
 
 import json
@@ -28,10 +28,12 @@ class PlainTokenizer:
         flags = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
         choices = []  # a reserved token with the space that it swallows; the longest wins
         for text in sorted(reserved, key=len, reverse=True):
-            before = r"\s*" if getattr(flags.get(text), "lstrip", False) else ""
-            after = r"\s*" if getattr(flags.get(text), "rstrip", False) else ""
+            before, after = (
+                r"\s*" if getattr(flags.get(text), side, False) else ""
+                for side in ("lstrip", "rstrip")
+            )
             choices.append(before + re.escape(text) + after)
-        self._pattern = re.compile("(" + "|".join(choices) + ")") if choices else re.compile("(?!)")
+        self._pattern = re.compile(f"({'|'.join(choices)})" if choices else "(?!)")
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         state["post_processor"] = state["truncation"] = state["padding"] = None
         _hide_reserved(state, reserved)
@@ -55,14 +57,12 @@ class PlainTokenizer:
 
     def split_reserved(self, text: str) -> list[str]:
         """Cut the template's text at its reserved tokens."""
-        return [part for part in self._pattern.split(text) if part] if self._reserved else [text]
+        return [part for part in self._pattern.split(text) if part]
 
     def reserved_id(self, part: str) -> int | None:
         """Return the id, if a part of `split_reserved` is a reserved token."""
-        exact = self._reserved.get(part)
-        if exact is not None or not self._pattern.fullmatch(part):
-            return exact
-        return self._reserved.get(part.strip())
+        is_reserved = self._pattern.fullmatch(part) is not None
+        return self._reserved.get(part, self._reserved.get(part.strip()) if is_reserved else None)
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
@@ -115,17 +115,11 @@ def add_new_tokens(
 ) -> NewTokens:
     """Add tokens to a processor, in place; one that is there already stays.
 
-    Args:
-        weights_processor: processor of the folder with the weights, if it is another one.
-
-    Raises:
-        UserError: a text is a special token, or a part of the vocabulary that was trained.
+    `weights_processor` is that of the folder with the weights, if it is another one.
     """
     tokenizer = get_tokenizer(processor)
     known = _known(tokenizer, texts)
-    trained = known
-    if weights_processor is not None:
-        trained = _known(get_tokenizer(weights_processor), texts)
+    trained = _known(get_tokenizer(weights_processor or processor), texts)
     pieces = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     if known:  # split them as if none of them had been added
         plain = PlainTokenizer(tokenizer, known)
@@ -140,17 +134,11 @@ def add_new_tokens(
 
 
 def with_rowless(
-    processor: Any,
-    tokens: NewTokens | None,
-    num_rows: int,
-    *,
-    weights_processor: Any | None = None,
+    processor: Any, tokens: NewTokens | None, num_rows: int, *, weights_processor: Any | None = None
 ) -> NewTokens | None:
     """Return the tokens and all others of the tokenizer without a row of their own in `num_rows`.
 
-    Args:
-        weights_processor: of the folder with the weights, if it is another one: rows without a
-            token there are spare.
+    Rows without a token in the folder of the weights (`weights_processor`) are spare.
     """
     ids = set(get_tokenizer(processor).get_vocab().values())
     used = set(range(num_rows))
@@ -159,14 +147,9 @@ def with_rowless(
     rowless = tuple(sorted(ids - used - set(tokens.ids if tokens else ())))
     if not rowless:
         return tokens
-    pieces = ((),) * len(rowless)
-    before = tokens or NewTokens((), (), frozenset())
-    return NewTokens(
-        before.ids + rowless,
-        before.pieces + pieces,
-        before.fresh | set(rowless),
-        frozenset(rowless),
-    )
+    before, own = tokens or NewTokens((), (), frozenset()), frozenset(rowless)
+    pieces = before.pieces + ((),) * len(rowless)
+    return NewTokens(before.ids + rowless, pieces, before.fresh | own, own)
 
 
 def processor_of_weights(folder: str | None, *, trust_remote_code: bool = False) -> Any | None:
