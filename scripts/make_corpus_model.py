@@ -1,9 +1,6 @@
-"""Write a small Llama without weights for the tokenizer of a corpus: config and tokenizer.
+"""Write a small Llama without weights for the tokenizer of a corpus: config and tokenizer."""
 
-Usage: make_corpus_model.py FOLDER [TOKENIZER], by default that of scripts/build_corpus.sh
-"""
-
-import sys
+import argparse
 from pathlib import Path
 
 from transformers import AutoTokenizer, LlamaConfig
@@ -11,13 +8,12 @@ from transformers import AutoTokenizer, LlamaConfig
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 256
 LONGEST = 1024  # tokens of a row
+TOKENIZER = str(ROOT / ".cache" / "corpus" / "tokenizer")  # of scripts/build_corpus.sh
 
 
-def main(
-    folder: str, tokenizer_path: str | Path = ROOT / ".cache" / "corpus" / "tokenizer"
-) -> None:
-    """Return a config of six layers: 9 M parameters with a vocabulary of 8,192."""
-    tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_path), local_files_only=True)
+def main(folder: str, tokenizer_path: str) -> None:
+    """Write six layers: 9 M parameters with a vocabulary of 8,192."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=len(tokenizer),
@@ -38,4 +34,10 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", help="folder of the model")
+    parser.add_argument(
+        "tokenizer", nargs="?", default=TOKENIZER, help="folder of the tokenizer (%(default)s)"
+    )
+    given = parser.parse_args()
+    main(given.folder, given.tokenizer)

@@ -1,11 +1,9 @@
 """Make the input of scripts/build_corpus.sh: the guides of this repository as JSON lines, one file
 per language, and a small tokenizer trained on them. Does nothing if all files exist.
-
-Usage: make_corpus_text.py FOLDER
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -60,8 +58,10 @@ def main(target: str) -> None:
             for text in texts:
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
     tokenizer = train_tokenizer(text for texts in documents.values() for text in texts)
-    tokenizer.save_pretrained(folder / "tokenizer")  # last: what looks whole is whole
+    tokenizer.save_pretrained(folder / "tokenizer")  # last: marks a complete folder
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", help="folder of the texts and the tokenizer")
+    main(parser.parse_args().folder)

@@ -1,9 +1,9 @@
 """Write a small InternVL without weights: config, tokenizer and image processor for the digits.
 
 The tokenizer is a byte-level BPE trained on the task's own text. Training then starts at random.
-Usage: make_digits_model.py FOLDER
 """
 
+import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -138,4 +138,6 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", help="folder of the model")
+    main(parser.parse_args().folder)

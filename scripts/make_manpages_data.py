@@ -1,13 +1,10 @@
-"""Make data/manpages_instruct.jsonl from installed manual pages: what does a command do?
+"""Make data/manpages_instruct.jsonl from installed manual pages: what does a command do?"""
 
-Usage: make_manpages_data.py /usr/share/man data/manpages_instruct.jsonl [NUM_ROWS]
-"""
-
+import argparse
 import gzip
 import json
 import random
 import re
-import sys
 from pathlib import Path
 
 QUESTIONS = (
@@ -43,7 +40,7 @@ def read_page(path: Path) -> tuple[str, str] | None:
     return path.name.split(".")[0], entry["text"]
 
 
-def main(source: str, target: str, num_rows: int = 800) -> None:
+def main(source: str, target: str, num_rows: int) -> None:
     pages = [*Path(source).glob("man1/*.gz"), *Path(source).glob("man8/*.gz")]
     found: dict[str, str] = {}
     for path in sorted(pages):
@@ -65,4 +62,10 @@ def main(source: str, target: str, num_rows: int = 800) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", help="folder of manual pages: /usr/share/man")
+    parser.add_argument("target", help="file of the rows")
+    parser.add_argument(
+        "num_rows", nargs="?", type=int, default=800, help="most rows (%(default)s)"
+    )
+    main(**vars(parser.parse_args()))

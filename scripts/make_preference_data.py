@@ -1,14 +1,10 @@
-"""Make preference pairs and labelled answers from questions and a model's answers.
+"""Make preference pairs: the answer of the data is chosen, the model's own is rejected.
 
-Usage: make_preference_data.py QUESTIONS PREDICTIONS data/manpages_preference.jsonl
-
-QUESTIONS is data/manpages_instruct.jsonl: its answer is chosen, the model's own is rejected.
-PREDICTIONS is the predictions.jsonl of an evaluation over these questions; for the shipped file
-that of SmolLM2-135M-Instruct, greedy, 40 tokens.
+data/manpages_preference.jsonl has the answers of SmolLM2-135M-Instruct, greedy, 40 tokens.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 
@@ -38,4 +34,8 @@ def main(questions: str, predictions: str, target: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("questions", help="questions with answers: data/manpages_instruct.jsonl")
+    parser.add_argument("predictions", help="predictions.jsonl of an evaluation over them")
+    parser.add_argument("target", help="file of the pairs: data/manpages_preference.jsonl")
+    main(**vars(parser.parse_args()))

@@ -2,9 +2,9 @@
 
 Every word of the questions is a token; other text is read byte by byte. The weights follow from the
 seed, so that runs of several kinds can start from the same ones.
-Usage: make_scenes_model.py FOLDER [small|large] [SEED]
 """
 
+import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,12 +134,16 @@ def make_model(
     return model
 
 
-def main(folder: str, size: str = "small", seed: str = "0") -> None:
+def main(folder: str, size: str, seed: int) -> None:
     tokenizer = make_tokenizer()
-    make_model(make_config(tokenizer, SIZES[size]), int(seed)).save_pretrained(folder)
+    make_model(make_config(tokenizer, SIZES[size]), seed).save_pretrained(folder)
     save_processor(make_processor(tokenizer, SIZES[size]), folder)
     print(f"model, tokenizer and image processor are in {folder}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", help="folder of the model")
+    parser.add_argument("size", nargs="?", choices=SIZES, default="small", help="(%(default)s)")
+    parser.add_argument("seed", nargs="?", type=int, default=0, help="of the weights (%(default)s)")
+    main(**vars(parser.parse_args()))

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import runpy
 import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -64,6 +66,20 @@ def commands(text):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_is_valid_bash(script):
     subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [*ROOT.glob("scripts/*.py"), *ROOT.glob("examples/*/make_*.py")],
+    ids=lambda path: path.name,
+)
+def test_help_of_a_script_makes_no_file(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script.name, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(script), run_name="__main__")
+    assert capsys.readouterr().out.startswith(f"usage: {script.name}")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
