@@ -324,7 +324,7 @@ class Stats:
         sums = [sum(getattr(kind, name) for kind in self.types) for name in names]
         ways = self.types[0].num_rows
         rows = {way: sum(kind.num_rows[way] for kind in self.types) for way in ways}
-        return TypeStats("all", *sums, num_rows=rows)
+        return TypeStats(name="all", num_rows=rows, **dict(zip(names, sums, strict=True)))
 
 
 def stats(prefix: str | Path) -> Stats:

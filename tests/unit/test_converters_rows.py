@@ -52,6 +52,28 @@ def test_instructions_stay_questions_for_templates_unless_the_format_is_named(tm
     assert len(with_past["messages"]) == 4, "a history is not lost without a word"
 
 
+@pytest.mark.parametrize("column", ["images", "image"])
+def test_an_image_is_where_its_placeholder_is(tmp_path, column):
+    picture(tmp_path / "cat.png")
+    named = {column: ["cat.png"] if column == "images" else "cat.png"}
+    told = {"role": "user", "content": "Is <image> a cat?"}
+    wanted = [
+        {"type": "text", "text": "Is "},
+        {"type": "image"},
+        {"type": "text", "text": " a cat?"},
+    ]
+    alpaca = {"instruction": told["content"], "output": "A"}
+    for row in ({"messages": [told, BOT]}, alpaca):
+        images, sample = _only(tmp_path, {**row, **named})
+        assert len(images) == 1 and sample["messages"][0]["content"] == wanted
+    _, plain = _only(tmp_path, {"messages": [USER, BOT], **named})
+    assert plain["messages"] == [USER, BOT], "the template puts it in front"
+    with pytest.raises(DataError, match="2 places for images and 1 names"):
+        _only(tmp_path, {"messages": [{**told, "content": "<image> <image>"}, BOT], **named})
+    with pytest.raises(DataError, match="the question has <image>"):
+        _only(tmp_path, {"question": told["content"], "answer": "A", **named})
+
+
 def _rows_of_guide(path):
     rows = []
     for block in re.findall(r"```json\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):

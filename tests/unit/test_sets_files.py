@@ -121,7 +121,11 @@ def test_files_of_a_set_are_sorted_and_of_one_kind(tmp_path):
 
 @pytest.mark.parametrize(
     ("place", "words"),
-    [("a.jsn", "Did you mean"), ("*.csv", "names no file of rows"), ("x.xml", "names no file of rows; it has x.xml")],
+    [
+        ("a.jsn", "Did you mean"),
+        ("*.csv", "names no file of rows"),
+        ("x.xml", "names no file of rows; it has x.xml"),
+    ],
 )
 def test_a_place_without_rows_is_refused(place, words, tmp_path):
     (tmp_path / "a.json").write_text("[]")

@@ -23,6 +23,7 @@ from stageline.data.rows.readers import (
 from stageline.errors import DataError, UserError
 
 _PROMPT_NAMES = ("question", "prompt", "instruction")
+_PLACE = "<image>"  # where a format of messages has an image
 _MEMBERS = ("anchor", "positive", "negatives")  # members of a group
 # columns that a sample made by a converter has in its own form, or not at all
 _CONVERTED = set(
@@ -102,8 +103,11 @@ class JsonLines(RowsDataset):
     def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
         # a row of a format is read by the converter; not what a template can be filled with
         if self._converts_all or (not self._fields and _needs_converter(row.data)):
-            rest = {name: value for name, value in row.data.items() if name not in self._replaced}
-            sample = {**rest, **self._converter(row.data, row.source)}
+            data = dict(row.data)
+            if isinstance(data.get("image"), str) and not data.get("images"):
+                data["images"] = [data["image"]]
+            rest = {name: value for name, value in data.items() if name not in self._replaced}
+            sample = {**rest, **self._converter(data, row.source)}
         else:
             sample = dict(row.data)
             for name, own in self._fields.items():
@@ -115,6 +119,11 @@ class JsonLines(RowsDataset):
                 sample.setdefault("question", f"{sample['instruction']}{extra}")
                 sample.setdefault("answer", sample.get("output"))
         images = image_names(row.source, sample)
+        if images and _PLACE in str(sample.get("question", "")):
+            raise DataError(
+                f"{row.source}: the question has {_PLACE}, and its image is put where the template "
+                "has [IMAGE]. Take it out, or write messages, where it marks the place."
+            )
         is_pair = "chosen" in sample and "rejected" in sample
         if sample.get("messages") is None and not is_pair and not _has_text(sample):
             raise _missing(row, "answer", "the text that is learnt")
@@ -133,14 +142,18 @@ def _needs_converter(data: dict[str, Any]) -> bool:
         return True
     if {"prompt", "completion"} <= there and not _has_text(data):
         return True
+    has_images = bool({"images", "image"} & there)
     if "instruction" in there:
-        return bool({"history", "tools", "kto_tag", "videos"} & there)
+        is_placed = has_images and any(_PLACE in str(data.get(n)) for n in ("instruction", "input"))
+        return is_placed or bool({"history", "tools", "kto_tag", "videos"} & there)
     messages = data.get("messages")
     if not isinstance(messages, list):
         return False
     told = [message for message in messages if isinstance(message, dict)]
+    contents = [one.get("content") for one in told]
     return (
-        bool({"kto_tag", "tools", "videos"} & there)
+        (has_images and any(isinstance(text, str) and _PLACE in text for text in contents))
+        or bool({"kto_tag", "tools", "videos"} & there)
         or says_label(data.get("label"))
         or any(one.get("tool_calls") or one.get("function_call") for one in told)
         or any(one.get("role") in ("tool", "function") for one in told)
