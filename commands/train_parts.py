@@ -75,8 +75,7 @@ from stageline.training.part_checks import (
 from stageline.training.replicas import Replicas
 from stageline.training.resume import ResumePoint, check_same_run
 from stageline.training.rewards import Reward, Rewards, try_rewards
-from stageline.training.rollouts import RolloutOptions, Rollouts
-from stageline.training.samples import SampleFile
+from stageline.training.rollouts import RolloutOptions, Rollouts, SampleFile
 from stageline.training.trainer import TrainerConfig
 from stageline.verify.names import check_filled_stages
 
@@ -287,7 +286,7 @@ def make_prompts(
 
 
 class TrainingParts:
-    """Components of a run, for the trainer; see `stageline.training.trainer.Parts`."""
+    """Components of a run, for the trainer."""
 
     def __init__(
         self,
@@ -324,8 +323,9 @@ class TrainingParts:
         free = {"free", "length"} if is_longer else {"free"}
         # the same passes in the same order, to the bit
         is_alike = {saved.get("engine"), now["engine"]} <= {"pipeline", "torch"}
-        # whole weights need no base; a base that started at random has no files
-        has_start = point.base is not None and plan.run.model_path and saved.get("model-path")
+        # whole weights need a base only for a reference model; one at random has no files
+        has_start = point.base is not None or self.samples_answers and plan.run.rollouts.kl_beta
+        has_start = has_start and plan.run.model_path and saved.get("model-path")
         check_same_run(
             {**newer_options(plan.run, now), **saved},
             now,
@@ -471,10 +471,8 @@ class TrainingParts:
             facts=host_facts(runner),
             start_step=start_step,
             end_step=run.total_steps,
-            saved=facts.get("answers"),
+            saved=facts,
             start_stage=start_stage,
-            saved_start=facts.get("start"),
-            begun_as=facts.get("reference"),
             on_samples=samples,
         )
         held_out = None

@@ -29,13 +29,14 @@ def check_agreement(
         return
     described = []  # shapes, types and checksums of each micro-batch
     for batch in micro_batches:
-        described.append("")
-        for name in SHARED:
-            if name in batch:
-                value = batch[name].cpu().contiguous()
-                checksum = zlib.crc32(value.flatten().view(torch.uint8).numpy().data)
-                kind = str(value.dtype).removeprefix("torch.")
-                described[-1] += f"{name} {tuple(value.shape)} {kind} (contents {checksum:08x}) "
+        values = {name: batch[name].cpu().contiguous() for name in SHARED if name in batch}
+        sums = [zlib.crc32(v.flatten().view(torch.uint8).numpy().data) for v in values.values()]
+        described.append(
+            " ".join(
+                f"{name} {tuple(value.shape)} {str(value.dtype)[6:]} (contents {checksum:08x})"
+                for (name, value), checksum in zip(values.items(), sums, strict=True)
+            )
+        )
     # on the CPU where the group can: no wait for an accelerator
     has_gloo = "cpu" in str(dist.get_backend_config(group))
     device = "cpu" if has_gloo else torch.accelerator.current_accelerator()
@@ -53,8 +54,8 @@ def check_agreement(
     if len(first) == len(other):
         index = next(index for index, one in enumerate(first) if one != other[index])
         what = (
-            f"different micro-batches {index} of one step: {first[index]}on rank 0, "
-            f"{other[index]}on rank {rank}"
+            f"different micro-batches {index} of one step: {first[index]} on rank 0, "
+            f"{other[index]} on rank {rank}"
         )
     raise DataError(
         f"stage ranks 0 and {rank} of a pipeline made {what}. Make the dataset and the collate "

@@ -324,16 +324,14 @@ class Drawn:
 
     Attributes:
         rows: P prompts.
-        answers: P lists of G.
-        judging: their rewards, on the first rank.
-        staleness: optimizer steps from the weights that drew them to those that they train.
         made: rows of the step, the G of a prompt side by side.
         batches: of these rows, without what rewards decide.
+        judging: their rewards, on the first rank.
+        staleness: optimizer steps from the weights that drew them to those that they train.
     """
 
     rows: Sequence[PromptRow]
-    answers: list[list[SampledAnswer]]
+    made: list[AnswerRow]
+    batches: list[MicroBatch]
     judging: Judging | None
     staleness: int
-    made: list[AnswerRow] = field(default_factory=list, init=False)
-    batches: list[MicroBatch] = field(default_factory=list, init=False)

@@ -1,6 +1,5 @@
 """Evaluation inside training, through the same stages; the best checkpoint; early stopping."""
 
-import contextlib
 import math
 import os
 from collections import Counter
@@ -29,13 +28,12 @@ class EvalResult:
     """Figures over the whole evaluation set.
 
     Attributes:
-        loss: the mean over supervised tokens; with several terms their sum, each divided by its own
+        loss: the mean over supervised tokens; of several terms the sum, each divided by its own
             count in the whole set. None for rewarded answers.
         token_accuracy: share of supervised tokens that greedy prediction hits, given the true
             tokens before them; None for a loss_fn part over scores.
         num_targets: supervised tokens.
-        predicted: token ids predicted at the supervised places, a list per row, of the first
-            `keep` rows of the dataset; empty for a row without any. On every rank.
+        predicted: token ids predicted at the supervised places of each of the first `keep` rows.
         figures: named figures of the loss_fn part besides its loss.
         perplexity: exp of the loss, where that is the mean cross-entropy of tokens.
     """
@@ -83,7 +81,7 @@ def evaluate(
     if chunked is not None:
         part = part.over(chunked.loss_fn)
     hits, counts = 0, Counter(dict.fromkeys(part.counts, 0))
-    sums: dict[str, dict[str, float]] = {}  # metric -> count -> sum that is divided by it
+    sums: Counter[tuple[str, str]] = Counter()  # (figure, count that divides it)
     predicted: dict[int, list[int]] = {}  # by row of the dataset
     next_row = num_rows = 0  # next row of this replica, if rows have no number; rows of all
 
@@ -101,9 +99,8 @@ def evaluate(
             pieces = chunked.pieces(logits, batch)
         for logits, piece in pieces:
             for name, by_count in part.sums(logits, piece, step=step).items():
-                mine = sums.setdefault(name, dict.fromkeys(by_count, 0.0))
                 for count, value in by_count.items():
-                    mine[count] += value.item()
+                    sums[name, count] += value.item()
             found.append(logits[:, :-1].argmax(dim=-1))
         counts.update(part.count([batch]))
         if part.predicts_tokens:
@@ -123,9 +120,8 @@ def evaluate(
     shared = [hits, counts, sums, predicted]
     if runner.schedule.num_ranks > 1:
         dist.broadcast_object_list(shared, src=runner.last_stage_rank, group=runner.group)
-    told, totals = replicas.gather(shared), Counter[str]()
-    for _, own_counts, _, _ in told:
-        totals.update(own_counts)
+    told = replicas.gather(shared)
+    totals = {name: sum(own[name] for _, own, *_ in told) for name in part.counts}
     num_targets = totals["num_targets"]
     if num_targets == 0:
         raise DataError(
@@ -133,21 +129,15 @@ def evaluate(
             "`max_token_num`, or set `eval_samples` 0."
         )
     # each sum by the count that divides it
-    names = dict.fromkeys(name for _, _, own_sums, _ in told for name in own_sums)
-    means = {
-        name: sum(
-            sum(own_sums.get(name, {}).get(count, 0.0) for _, _, own_sums, _ in told)
-            / max(total, 1)
-            for count, total in totals.items()
-        )
-        for name in names
-    }
+    means: dict[str, float] = {}
+    for name in dict.fromkeys(name for _, _, own_sums, _ in told for name, _ in own_sums):
+        for count, total in totals.items():
+            part_sum = sum(own_sums.get((name, count), 0.0) for _, _, own_sums, _ in told)
+            means[name] = means.get(name, 0) + part_sum / max(total, 1)
     by_row = {row: ids for *_, rows in told for row, ids in rows.items()}
     loss, perplexity = means.pop("loss", 0.0), None
     if part.is_cross_entropy:
-        perplexity = math.inf
-        with contextlib.suppress(OverflowError):
-            perplexity = math.exp(loss)
+        perplexity = math.exp(loss) if loss < 700 else math.inf  # float64 ends there
     accuracy = sum(own_hits for own_hits, *_ in told) / num_targets
     return EvalResult(
         loss=loss,
@@ -208,10 +198,8 @@ class BestCheckpoint:
         group: dist.ProcessGroup | None = None,
         start_step: int = 0,
     ) -> None:
-        self.folder = folder
-        self.metric = metric
-        self.save = save
-        self.ranks = Ranks.of(group)
+        self.folder, self.metric, self.save = folder, metric, save
+        self.link, self.ranks = folder / LINK, Ranks.of(group)
         self.value: float | None = None
         self.step: int | None = None
         self._kept: str | None = None  # name of the folder that this run may remove
@@ -220,18 +208,13 @@ class BestCheckpoint:
             if found is not None:
                 self.value, self.step, self._kept = found
 
-    @property
-    def link(self) -> Path:
-        return self.folder / LINK
-
     def improves(self, result: EvalResult) -> bool:
         """Whether it is better than all before."""
         if self.metric == "none" or result.num_targets == 0:
             return False
         value = figure_of(result, self.metric)
-        if self.value is None:
-            return math.isfinite(value)
-        return is_better(value, self.value, metric=self.metric)
+        best = self.value
+        return math.isfinite(value) if best is None else is_better(value, best, metric=self.metric)
 
     def keep(self, step: int, result: EvalResult) -> str:
         """Save the weights as the new best, then remove the old ones; return a line about it."""

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
@@ -33,7 +33,7 @@ def find_non_finite(
     norms: Sequence[float],
     owners: Sequence[Owner],
     run_again: Callable[[Recorder], object] | None,
-    gradients: dict[str, nn.Parameter],
+    gradients: Mapping[str, nn.Parameter],
     replicas: Replicas,
 ) -> tuple[str, tuple[int, ...]]:
     """Name micro-batch, rows, stage and parameter of a bad step; all ranks call this together.
@@ -50,40 +50,36 @@ def find_non_finite(
         Where it went wrong, and the dataset rows of the step, of all replicas; the same on all
         ranks.
     """
-    passes: list[_BadPass] = []
+    watch = _Watch(runner, gradients)
     if run_again is not None:
-        with _Watch(runner, gradients) as watch:
-            run_again(watch)
-        passes = watch.found
-    bad_losses = [
-        (number, str(loss.item()))
-        for number, loss in zip(runner.loss_order, losses, strict=False)
-        if not math.isfinite(loss.item())
-    ]
+        run_again(watch)
+    values = zip(runner.loss_order, (loss.item() for loss in losses), strict=False)
+    bad_losses = [(number, str(value)) for number, value in values if not math.isfinite(value)]
     gathered: list[Any] = [None] * runner.schedule.num_ranks
-    dist.all_gather_object(gathered, (bad_losses, passes), group=runner.group)
-    bad_losses = sorted(one for found, _ in gathered for one in found)
-    passes = [one for _, found in gathered for one in found]
+    dist.all_gather_object(gathered, (bad_losses, watch.found), group=runner.group)
     # dataset rows of each micro-batch, each once; -1 where they are not known
     names = ("loss_rows", "loss_packed_rows")
     own_rows = [
         list(dict.fromkeys(row for name in names if name in one for row in one[name].tolist()))
         for one in micro_batches
     ]
-    told = replicas.gather((own_rows, bad_losses, passes))
+    told = replicas.gather((own_rows, gathered))
 
     parts, first_passes = [], []
-    for replica, (rows, bad_losses, passes) in enumerate(told):
+    for replica, (rows, ranks) in enumerate(told):
         of = f" of replica {replica}" if len(told) > 1 else ""
-        if bad_losses:
+        if bad_losses := sorted(one for found, _ in ranks for one in found):
             where = _name_batches([number for number, _ in bad_losses], rows)
             parts.append(f"the loss is {bad_losses[0][1]} in {where}{of}")
-        if passes:
+        if passes := {place: one for _, found in ranks for place, one in found.items()}:
             # a forward pass goes wrong at the first stage, a backward pass at the last
-            first = min(passes, key=lambda one: (one[0], -one[1] if one[0] else one[1]))
-            is_backward, stage, number, name = first
-            what = f"what {name or 'the stage'} returned"
-            what = f"the gradient of {name}" if is_backward else what
+            is_backward, stage = min(
+                passes, key=lambda one: (one[0], -one[1] if one[0] else one[1])
+            )
+            number, name = passes[is_backward, stage]
+            what = (
+                f"the gradient of {name}" if is_backward else f"what {name or 'the stage'} returned"
+            )
             first_passes.append(
                 f"run again, {what} on stage {stage}{of} was first bad in "
                 f"{_name_batches([number], rows)}"
@@ -99,73 +95,54 @@ def find_non_finite(
     parts = parts or [problem]
     if run_again is not None:
         parts += first_passes or ["run again, all was finite; if it recurs, test the machine"]
-    all_rows = (row for rows, *_ in told for batch_rows in rows for row in batch_rows)
+    all_rows = (row for rows, _ in told for batch_rows in rows for row in batch_rows)
     return "; ".join(parts), tuple(row for row in all_rows if row >= 0)
-
-
-_BadPass = tuple[bool, int, int, str]  # is backward, stage, micro-batch, parameter or module
 
 
 class _Watch(Recorder):
     """A recorder that checks module outputs, and gradients after each backward pass; slow.
 
     Attributes:
-        found: the first bad forward and the first bad backward pass of each stage of this rank.
+        found: (is backward, stage) -> micro-batch and name of the first bad pass.
     """
 
-    def __init__(self, runner: PipelineRunner, gradients: dict[str, nn.Parameter]) -> None:
+    def __init__(self, runner: PipelineRunner, gradients: Mapping[str, nn.Parameter]) -> None:
         super().__init__(runner.device, rank=runner.pp_rank)
-        self.found: list[_BadPass] = []
-        self._models = {model.stage: model for model in runner.local}
-        self._gradients = gradients
-        self._action: Action | None = None
-        self._bad_module: str | None = None  # the first one of this pass
-
-    def __enter__(self) -> "_Watch":
-        self._hooks = [
-            module.register_forward_hook(functools.partial(self._look, name))
-            for model in self._models.values()
-            for name, module in model.named_modules()
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self.models = {model.stage: model for model in runner.local}
+        self.gradients = gradients
+        self.found: dict[tuple[bool, int], tuple[int, str]] = {}
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
-        self._action, self._bad_module = action, None
-        yield
-        if action.kind == Kind.FORWARD:
-            return
-        names = [name for name, _ in self._models[action.stage].named_parameters()]
-        for name in reversed([name for name in names if name in self._gradients]):
-            grad = self._gradients[name].grad
-            if grad is not None and not is_finite(grad):
-                return self._note(True, name)
+        stage, kind, number = action
+        bad: list[str] = []  # modules in the order in which they ended, or the first gradient
+
+        def look(module: nn.Module, _: Any, output: Any, *, name: str) -> None:
+            tensors = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
+            if not all(map(is_finite, tensors)):
+                bad.append(name)
+
+        if kind == Kind.FORWARD:
+            hooks = [
+                module.register_forward_hook(functools.partial(look, name=name))
+                for name, module in self.models[stage].named_modules()
+            ]
+            yield
+            for hook in hooks:
+                hook.remove()
+            if bad and bad[-1]:  # it did not leave the stage: a mask may have inf
+                return
+        else:
+            yield
+            names = [name for name, _ in self.models[stage].named_parameters()]
+            grads = {n: self.gradients[n].grad for n in names if n in self.gradients}
+            bad = [n for n, g in reversed(grads.items()) if g is not None and not is_finite(g)]
+        if bad:
+            self.found.setdefault((kind != Kind.FORWARD, stage), (number, bad[0]))
 
     @contextmanager
     def wait(self, action: Action) -> Iterator[None]:
         yield
-
-    def _look(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
-        """Note a bad output if it leaves the stage, whose hook comes last: a mask may have inf."""
-        if self._action is None or self._action.kind != Kind.FORWARD:
-            return
-        tensors = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
-        if all(map(is_finite, tensors)):
-            return
-        if self._bad_module is None:
-            self._bad_module = name
-        if not name:
-            self._note(False, self._bad_module)
-
-    def _note(self, is_backward: bool, name: str) -> None:
-        assert self._action is not None
-        stage, _, number = self._action
-        if all(one[:2] != (is_backward, stage) for one in self.found):
-            self.found.append((is_backward, stage, number, name))
 
 
 def _name_batches(numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> str:

@@ -8,15 +8,17 @@ Every rank of a pipeline calls the same methods. Shapes: P prompts of this repli
 each, R rewards; B rows of a micro-batch, T tokens.
 """
 
-import itertools
+import contextlib
+import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from stageline.data.batches.batch import sample_name
 from stageline.data.batches.collate_part import EncodedSample
 from stageline.data.batches.prompts import prompt_of
 from stageline.data.images.images import ImageExpander
@@ -57,7 +59,6 @@ from stageline.training.rewards import (
     has_spread,
     weighted,
 )
-from stageline.training.samples import thumbnail
 from stageline.training.step import StepProgress, StepResult
 
 
@@ -110,10 +111,8 @@ class Rollouts:
         facts: what the stages need of each micro-batch on the host.
         start_step: optimizer steps done.
         end_step: optimizer steps after which no answers are wanted.
-        saved: `answers_ahead` of the checkpoint, if any.
+        saved: facts of the checkpoint that the run continues.
         start_stage: builds a stage of the start model again; needed after `start_step`.
-        saved_start: `start_fingerprint` of the checkpoint.
-        begun_as: `start_mode` of the checkpoint.
         on_samples: gets the answers of a step on the main rank: (step, records).
 
     Attributes:
@@ -138,18 +137,18 @@ class Rollouts:
         facts: Callable[[MicroBatch], MicroBatch] | None,
         start_step: int = 0,
         end_step: int,
-        saved: Sequence[Mapping[str, Any]] | None = None,
+        saved: Mapping[str, Any],
         start_stage: StartStage | None = None,
-        saved_start: str | None = None,
-        begun_as: Mode | None = None,
         on_samples: Callable[[int, list[dict[str, Any]]], None] | None = None,
     ) -> None:
         self.answers, self.rewards, self.options = answers, rewards, options
         self.runner = answers.runner
         self.prompts, self.collate, self.facts = prompts, collate, facts
-        self.replicas, self.start_step, self.on_samples = replicas, start_step, on_samples
-        self.end_step, self._saved = end_step, saved if options.ahead else None
+        self.replicas, self.on_samples = replicas, on_samples
+        self.start_step, self.end_step, self._start_stage = start_step, end_step, start_stage
+        self._saved = saved.get("answers") if options.ahead else None
         self._ahead: Drawn | None = None
+        self._frozen: FrozenCopy | None = None
         self.figures: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self.busy_seconds = 0.0
@@ -157,8 +156,6 @@ class Rollouts:
         self._tokenizer = get_tokenizer(answers.processor)
         expander = ImageExpander.of(answers.processor)
         self._image_ids = frozenset() if expander is None else expander.own_ids()
-        self._frozen: FrozenCopy | None = None
-        self._start_stage, self._saved_start = start_stage, saved_start
         self.start_mode: Mode | None = None
         self.start_reason = ""
         if options.kl_beta:
@@ -166,7 +163,7 @@ class Rollouts:
                 options.reference,
                 self.runner,
                 has_columns=False,
-                begun_as=begun_as,
+                begun_as=saved.get("reference"),
                 otherwise="frozen_copy",
             )
 
@@ -185,10 +182,6 @@ class Rollouts:
         told = self.replicas.gather([one.saved() for one in self._ahead.made])
         return [one for own in told for one in own]
 
-    def start_fingerprint(self) -> str | None:
-        """Return the fingerprint of the start weights, where there is a copy of them."""
-        return None if self._frozen is None else self._frozen.fingerprint
-
     def told(self, result: StepResult) -> StepResult:
         """Return a step's result with the figures of its answers."""
         wait = max(0.0, result.data_wait - self.busy_seconds)
@@ -200,11 +193,8 @@ class Rollouts:
         options, step, prompts = self.options, self.start_step, iter(self.prompts)
         if self.start_mode == "frozen_copy":  # before anything is trained
             self.replicas.put_together()
-            self._frozen = FrozenCopy(
-                self.runner,
-                start_stage=self._start_stage if self.start_step > 0 else None,
-                saved=self._saved_start,
-            )
+            start_stage = self._start_stage if self.start_step > 0 else None
+            self._frozen = FrozenCopy(self.runner, start_stage=start_stage)
         began = time.perf_counter()
         self.seconds = {}
         while True:
@@ -231,55 +221,43 @@ class Rollouts:
         Args:
             staleness: optimizer steps until they are used.
         """
-        options, prompts = self.options, [one for *_, one in rows]
-        size = options.group_size
-        count = len(rows) * size
-        # answers of this replica
-        saved: list[list[tuple[SampledAnswer, list[float]]]] | None = None
-        if len(self._saved or ()) == count * self.replicas.size:
-            own = list(map(read_answer, (self._saved or [])[self.replicas.rank * count :][:count]))
-            saved = [own[start : start + size] for start in range(0, count, size)]
-        self._saved = None
-        if saved is None:
+        options, prompts = self.options, [prompt for *_, prompt in rows]
+        size, lot_size = options.group_size, options.prompts_together
+        count = len(rows) * size  # answers of this replica
+        saved, self._saved = self._saved or (), None
+        if is_saved := len(saved) == count * self.replicas.size:
+            own = list(map(read_answer, saved[self.replicas.rank * count :][:count]))
+            answers = [[one for one, _ in own[p : p + size]] for p in range(0, count, size)]
+            judging, judge = self._begin_to_judge(prompts)
+            if judging is not None:  # in the lots that they were drawn in
+                for first in range(0, len(answers), lot_size):
+                    judge(first, answers[first : first + lot_size])
+                judging.end()
+        else:
             number = step // options.inner_steps
             seeds = [
-                tuple(
-                    derive_seed(options.seed, "answer", number, place, one)
-                    for one in range(options.group_size)
-                )
+                tuple(derive_seed(options.seed, "answer", number, place, g) for g in range(size))
                 for _, place, _ in rows
             ]
             sampling = options.sampling(options.sampling_temperature)
-            lot_size = options.prompts_together
             answers, judging = self._answers_to(prompts, seeds, sampling, lot_size)
-            drawn = Drawn(rows, answers, judging, staleness)
-        else:
-            answers = [[one for one, _ in group] for group in saved]
-            judging, judge = self._begin_to_judge(prompts)
-            if judging is not None:  # in the lots that they were drawn in
-                for first in range(0, len(answers), options.prompts_together):
-                    judge(first, answers[first : first + options.prompts_together])
-                judging.end()
-            drawn = Drawn(rows, answers, judging, staleness=1)
-        drawn.made = [
+        made = [
             AnswerRow.of(row, prompt, answer, image_ids=self._image_ids)
             for (row, _, prompt), group in zip(rows, answers, strict=True)
             for answer in group
         ]
-        drawn.batches = self._batches(drawn.made, step)
-        if saved is not None:
-            for one, (_, old) in zip(drawn.made, itertools.chain(*saved), strict=True):
+        batches = self._batches(made, step)
+        if is_saved:
+            for one, (_, old) in zip(made, own, strict=True):
                 one.old = old
         elif options.ahead:
             # log-probabilities by a training pass of the weights that drew them, on all ranks
-            found = self._log_probs(drawn.batches, "old")
-            if found is not None:
-                for batch, log_probs_BT in zip(drawn.batches, found, strict=True):
-                    note_old(batch, rows_in(batch, drawn.made), log_probs_BT.cpu())
-            olds = self.answers.shared([one.old for one in drawn.made], stage=-1)
-            for one, old in zip(drawn.made, olds, strict=True):
+            for batch, log_probs_BT in zip(batches, self._log_probs(batches, "old") or ()):
+                note_old(batch, rows_in(batch, made), log_probs_BT.cpu())
+            olds = self.answers.shared([one.old for one in made], stage=-1)
+            for one, old in zip(made, olds, strict=True):
                 one.old = old
-        return drawn
+        return Drawn(rows, made, batches, judging, staleness=1 if is_saved else staleness)
 
     def _answers_to(
         self,
@@ -332,16 +310,13 @@ class Rollouts:
 
     def _make(self, drawn: Drawn, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step."""
-        options, rows = self.options, drawn.rows
-        rewards_RPG, num_late = self._judged(drawn.judging, len(rows))
+        options, count = self.options, len(drawn.rows)
+        rewards_RPG, num_late = self._judged(drawn.judging, count)
         all_RPG = torch.cat(self.replicas.gather(rewards_RPG), dim=1)
         total_PG = weighted(all_RPG, self.rewards.weights)
-        mine = slice(self.replicas.rank * len(rows), (self.replicas.rank + 1) * len(rows))
+        mine = slice(self.replicas.rank * count, (self.replicas.rank + 1) * count)
         advantages_PG = advantages(total_PG, options.advantage)[mine]
-        self.figures = self._figures(drawn.answers, num_late, all_RPG, total_PG)
-        if options.ahead:
-            self.figures["staleness"] = float(drawn.staleness)
-        self._tell(step, drawn, rewards_RPG, total_PG[mine], advantages_PG)
+        self.figures = self._figures(drawn, num_late, all_RPG, total_PG)
         has_spread_P = has_spread(total_PG)[mine].repeat_interleave(options.group_size)
         worth = zip(advantages_PG.flatten().tolist(), has_spread_P.tolist(), strict=True)
         for one, (advantage, is_spread) in zip(drawn.made, worth, strict=True):
@@ -349,6 +324,7 @@ class Rollouts:
             one.is_counted = is_spread or not options.drop_equal_groups
             is_masked = options.mask_truncated_completions and one.answer.is_cut
             one.is_learnt = one.is_counted and not is_masked
+        self._tell(step, drawn, rewards_RPG, total_PG[mine])
         batches = [
             with_rewards(one, rows_in(one, drawn.made), has_old=bool(options.ahead))
             for one in drawn.batches
@@ -359,15 +335,11 @@ class Rollouts:
         return self._tokenizer.decode(prompt_of(prompt).input_ids, skip_special_tokens=True)
 
     def _figures(
-        self,
-        answers: Sequence[Sequence[SampledAnswer]],
-        num_late: int,
-        all_RPG: torch.Tensor,
-        total_PG: torch.Tensor,
+        self, drawn: Drawn, num_late: int, all_RPG: torch.Tensor, total_PG: torch.Tensor
     ) -> dict[str, float]:
         """Return the figures of the answers of all replicas."""
-        lengths = [len(one.token_ids) for group in answers for one in group]
-        num_cut = sum(one.is_cut for group in answers for one in group)
+        lengths = [len(one.answer.token_ids) for one in drawn.made]
+        num_cut = sum(one.answer.is_cut for one in drawn.made)
         told = self.replicas.gather((lengths, num_cut, num_late))
         lengths = [length for own, *_ in told for length in own]
         figures = {
@@ -383,41 +355,41 @@ class Rollouts:
             figures[f"reward_{one.key}"] = values_PG.nanmean().item()
             figures[f"reward_{one.key}_std"] = deviations(values_PG.reshape(1, -1)).item()
         figures["late_rewards"] = float(sum(late for *_, late in told))
+        if self.options.ahead:
+            figures["staleness"] = float(drawn.staleness)
         return figures
 
     def _tell(
-        self,
-        step: int,
-        drawn: Drawn,
-        rewards_RPG: torch.Tensor,
-        total_PG: torch.Tensor,
-        advantages_PG: torch.Tensor,
+        self, step: int, drawn: Drawn, rewards_RPG: torch.Tensor, total_PG: torch.Tensor
     ) -> None:
         """Hand the answers of all replicas to `on_samples`."""
         every = self.options.keep_samples
         if not self.answers.is_first or not every or step % every:
             return
         keys = [one.key for one in self.rewards.parts]
-        records = []
-        for p, (row, _, prompt) in enumerate(drawn.rows):
-            answers = []
-            for g, answer in enumerate(drawn.answers[p]):
-                parts = zip(keys, rewards_RPG[:, p, g].tolist(), strict=True)
-                answers.append(
-                    {
-                        "text": answer.text,
-                        "reward": _plain(total_PG[p, g].item()),
-                        "advantage": advantages_PG[p, g].item(),
-                        "rewards": {key: _plain(value) for key, value in parts},
-                        "num_tokens": len(answer.token_ids),
-                        "is_cut": answer.is_cut,
-                    }
-                )
-            known = {"row": row, "id": prompt.sample.get("id"), "prompt": self._text(prompt)}
-            pictures = [
-                thumbnail(one, name=sample_name(prompt.sample)) for one in prompt.images or ()
-            ]
-            records.append({"step": step + 1, **known, "images": pictures, "answers": answers})
+        rewards = zip(total_PG.flatten().tolist(), rewards_RPG.flatten(1).T.tolist(), strict=True)
+        answers = [
+            {
+                "text": one.answer.text,
+                "reward": _plain(total),
+                "advantage": one.advantage,
+                "rewards": dict(zip(keys, map(_plain, parts), strict=True)),
+                "num_tokens": len(one.answer.token_ids),
+                "is_cut": one.answer.is_cut,
+            }
+            for one, (total, parts) in zip(drawn.made, rewards, strict=True)
+        ]
+        size = self.options.group_size
+        records = [
+            {
+                "step": step + 1,
+                "row": row,
+                "id": prompt.sample.get("id"),
+                "prompt": self._text(prompt),
+                "answers": answers[p * size : (p + 1) * size],
+            }
+            for p, (row, _, prompt) in enumerate(drawn.rows)
+        ]
         gathered = self.replicas.gather(records)
         if self.on_samples is not None:
             self.on_samples(step + 1, [record for own in gathered for record in own])
@@ -507,3 +479,28 @@ def _added(
         return batches
     pairs = zip(batches, log_probs, strict=True)
     return [{**batch, name: values} for batch, values in pairs]
+
+
+class SampleFile:
+    """Answers with their rewards in `samples.jsonl` of the run folder, a line a prompt.
+
+    Args:
+        start_step: steps done; lines of later steps, from an earlier start, are removed.
+    """
+
+    def __init__(self, folder: Path, *, start_step: int) -> None:
+        self.path, kept = folder / "samples.jsonl", []
+        if self.path.exists():
+            for line in self.path.read_bytes().splitlines(keepends=True) if start_step else ():
+                with contextlib.suppress(ValueError):  # cut off by a crash
+                    if json.loads(line)["step"] <= start_step:
+                        kept.append(line)
+            draft = self.path.with_name("samples.jsonl.tmp")
+            draft.write_bytes(b"".join(kept))
+            os.replace(draft, self.path)
+
+    def __call__(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write the answers of a step."""
+        # half of a surrogate pair, which a row may have, is written as JSON escapes it
+        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in records)

@@ -97,14 +97,12 @@ def trace_events(events: Sequence[TimelineEvent]) -> list[dict[str, Any]]:
     origin, _ = extent(events)
     told: list[dict[str, Any]] = []
     for rank, stages in held.items():
-        threads = [("process", 0, f"rank {rank}", rank)]
-        threads += [("thread", stage, f"stage {stage}", stage) for stage in stages]
-        if any(event.kind in WAITS for event in events if event.rank == rank):
-            threads.append(("thread", waits, "waits", waits))
-        for what, thread, text, order in threads:
-            place = {"ph": "M", "pid": rank, "tid": thread}
-            told.append({"name": f"{what}_name", **place, "args": {"name": text}})
-            told.append({"name": f"{what}_sort_index", **place, "args": {"sort_index": order}})
+        threads = [("process", 0, f"rank {rank}")]
+        threads += [("thread", stage, f"stage {stage}") for stage in stages]
+        threads.append(("thread", waits, "waits"))
+        for what, thread, text in threads:
+            place = {"ph": "M", "pid": rank, "tid": thread, "args": {"name": text}}
+            told.append({"name": f"{what}_name", **place})
     for event in sorted(
         events, key=lambda e: (e.rank, e.start, e.end, e.stage, e.kind, e.micro_batch)
     ):

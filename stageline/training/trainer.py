@@ -1,17 +1,17 @@
 """One training run: the constructor builds it in reading order, `train` is the loop over steps.
 
-What a run is made of comes from `Parts`. Streaming, GRPO and preference training enter at two
-seams: `make_batch` (a loader, or answers that the stages draw) and `TrainStep.run_passes` (the
-runner, and what `prepare` adds to the micro-batches).
+What a run is made of comes from commands/train_parts.py. Streaming, GRPO and preference training
+enter at two seams: `make_batch` (a loader, or answers that the stages draw) and
+`TrainStep.run_passes` (the runner, and what `prepare` adds to the micro-batches).
 """
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -19,15 +19,13 @@ from stageline import progress
 from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import CheckpointWriter, set_aside
-from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.rows.readers import data_fingerprint
 from stageline.distributed.failure_record import open_log
 from stageline.distributed.process_group import DistributedContext
 from stageline.distributed.stop import stop_requested
 from stageline.errors import NonFiniteError, spelled
 from stageline.pipeline.recorder import bubble
-from stageline.pipeline.runner import MicroBatch, PipelineRunner
-from stageline.stage import Stage
+from stageline.pipeline.runner import MicroBatch
 from stageline.terminal import terminal
 from stageline.training.evaluation import (
     BestCheckpoint,
@@ -35,7 +33,6 @@ from stageline.training.evaluation import (
     evaluate,
     figure_of,
 )
-from stageline.training.loss_part import LossPart
 from stageline.training.memory import MemoryAccount
 from stageline.training.nonfinite import Skips
 from stageline.training.precision import LossScaler, MasterWeights
@@ -47,8 +44,8 @@ from stageline.training.reference import (
     reference_table,
 )
 from stageline.training.replicas import Replicas, ShardedReplicas, share_rows
-from stageline.training.resume import ResumePoint, claim_run_folder, find_resume_point
-from stageline.training.run_log import RunLog, show_stages, summarize_stage
+from stageline.training.resume import claim_run_folder, find_resume_point
+from stageline.training.run_log import RunLog, show_stages
 from stageline.training.step import StepResult, TrainStep
 from stageline.training.timeline import StepTimeline
 
@@ -98,78 +95,18 @@ class TrainerConfig:
     reference: Mode
 
 
-class Parts(Protocol):
-    """The components of a run with their options bound; `commands/train_parts.py` makes them.
-
-    Attributes:
-        data: with `train` and `test`, datasets or None, and `processor`.
-        lr_scales: part of the model -> multiple of the scheduled learning rate.
-        make_runner: what runs the passes: a `PipelineRunner`, or one that streams the stages from
-            host memory.
-        make_loss: gets the last stage of this rank.
-        make_optimizer: gets parameters by name, and the function name -> part of the model.
-        make_learning_rate: returns a function step -> rate.
-    """
-
-    data: Any
-    lr_scales: Mapping[str, float]
-    make_runner: Callable[[Sequence[Stage], DistributedContext], Any]
-    make_loss: Callable[[Stage], LossPart]
-    make_optimizer: Callable[..., Any]
-    make_learning_rate: Callable[[], Any]
-
-    def settings(self) -> dict[str, object]:
-        """Return what decides the course of training; it is saved with each checkpoint."""
-
-    def check_same_run(self, point: ResumePoint) -> None:
-        """Refuse to resume a checkpoint of a run with other settings."""
-
-    def build_stages(
-        self, context: DistributedContext, point: ResumePoint | None
-    ) -> Sequence[Stage]:
-        """Check the split, then build and fill the stages of this rank."""
-
-    def make_loader(
-        self,
-        dataset: Any,
-        context: DistributedContext,
-        runner: PipelineRunner,
-        *,
-        is_evaluation: bool,
-        start_step: int = 0,
-        position: Any = None,
-    ) -> MicroBatchLoader:
-        """Return what gives the micro-batches of each step."""
-
-    def make_rollouts(
-        self,
-        context: DistributedContext,
-        runner: PipelineRunner,
-        replicas: Replicas,
-        point: ResumePoint | None,
-    ) -> Any:
-        """Return (`Rollouts`, held-out prompts); None where rows have their answers."""
-
-    def reference_key(self, dataset: Any) -> str:
-        """Identify what the reference log-probabilities of a dataset depend on."""
-
-    def save_config(self, folder: Path) -> None:
-        """Write the settled options and the rows that are left out; rank 0 calls this."""
-
-    def make_tracker(self, folder: Path, start_step: int) -> object | None: ...
-
-
 class Trainer:
     """A run from its folder to its last checkpoint; every rank makes one and calls `run`.
 
     Args:
+        parts: the components with their options bound, `TrainingParts` of commands/train_parts.py.
         memory: is told the step, whose tensors it counts when memory runs out.
     """
 
     def __init__(
         self,
         config: TrainerConfig,
-        parts: Parts,
+        parts: Any,
         context: DistributedContext,
         *,
         memory: MemoryAccount,
@@ -195,7 +132,7 @@ class Trainer:
 
         # Stages, shared out among replicas, and their runner
         stages = parts.build_stages(context, point)
-        summaries = [summarize_stage(stage, context) for stage in stages]
+        show_stages(stages, group=context.pp_group)
         self.replicas = Replicas(context.dp_group)
         self.replicas.check_equal(stages)
         if config.dp_shard:
@@ -204,7 +141,6 @@ class Trainer:
         if context.is_main:
             parts.save_config(folder)
         open_log()
-        show_stages(summaries, group=context.pp_group)
 
         # Loss, optimizer, and the step that uses them
         self.settings = parts.settings()
@@ -330,26 +266,23 @@ class Trainer:
             begun_as=begun_as,
         )
         terminal.say(f"reference of the loss: {mode} ({why})")
-        prepared = {}
+        prepared = []
         for name, dataset in (("train", self.data.train), ("test", self.data.test)):
             source: Any = functools.partial(from_columns, runner) if mode == "columns" else None
             if mode == "precompute" and dataset is not None:
-                loader = self.parts.make_loader(dataset, self.context, runner, is_evaluation=True)
                 source = reference_table(
                     runner,
-                    loader,
+                    self.parts.make_loader(dataset, self.context, runner, is_evaluation=True),
                     path=self.checkpoints.parent / "reference" / f"{name}.safetensors",
                     key=self.parts.reference_key(dataset),
                     num_samples=len(dataset),
-                    num_batches=len(loader),
                     needs_kl=plain.needs_kl,
                     is_start=self.start_step == 0,
                     replicas=self.replicas,
                 )
-            prepared[name] = Reference(
-                runner, loss=self.loss_fn, source=source, replicas=self.replicas
-            )
-        self.train_step.prepare, self.prepare_held_out = prepared["train"], prepared["test"]
+            given = {"loss": self.loss_fn, "source": source, "replicas": self.replicas}
+            prepared.append(Reference(runner, **given))
+        self.train_step.prepare, self.prepare_held_out = prepared
         return mode
 
     def run(self) -> None:
@@ -485,7 +418,6 @@ class Trainer:
         }
         if self.rollouts is not None:
             facts["answers"] = self.rollouts.answers_ahead()
-            facts["start"] = self.rollouts.start_fingerprint()
         self.writer.save(step, facts)
         self.tell_saved()
 
