@@ -63,7 +63,6 @@ from stageline.planner.planner import Planner, place_together
 from stageline.seeds import host_state_kept, seed_everything
 from stageline.stage import Stage
 from stageline.stages.packing import check_packing
-from stageline.training.answers import StageAnswers
 from stageline.training.loss_part import LossPart, StepLoss
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.part_checks import (
@@ -75,7 +74,7 @@ from stageline.training.part_checks import (
 from stageline.training.replicas import Replicas
 from stageline.training.resume import ResumePoint, check_same_run
 from stageline.training.rewards import Reward, Rewards, try_rewards
-from stageline.training.rollouts import RolloutOptions, Rollouts, SampleFile
+from stageline.training.rollouts import RolloutOptions, Rollouts, SampleFile, StageAnswers
 from stageline.training.trainer import TrainerConfig
 from stageline.verify.names import check_filled_stages
 

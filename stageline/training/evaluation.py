@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,7 +81,7 @@ def evaluate(
     if chunked is not None:
         part = part.over(chunked.loss_fn)
     hits, counts = 0, Counter(dict.fromkeys(part.counts, 0))
-    sums: Counter[tuple[str, str]] = Counter()  # (figure, count that divides it)
+    sums: dict[tuple[str, str], float] = defaultdict(float)  # (figure, count that divides it)
     predicted: dict[int, list[int]] = {}  # by row of the dataset
     next_row = num_rows = 0  # next row of this replica, if rows have no number; rows of all
 
@@ -137,7 +137,7 @@ def evaluate(
     by_row = {row: ids for *_, rows in told for row, ids in rows.items()}
     loss, perplexity = means.pop("loss", 0.0), None
     if part.is_cross_entropy:
-        perplexity = math.exp(loss) if loss < 700 else math.inf  # float64 ends there
+        perplexity = math.inf if loss > 700 else math.exp(loss)  # float64 ends there
     accuracy = sum(own_hits for own_hits, *_ in told) / num_targets
     return EvalResult(
         loss=loss,

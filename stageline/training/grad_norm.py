@@ -7,7 +7,7 @@ the unsplit model in the last bits.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,40 +56,34 @@ class Ownership:
         modules: dict[str, int] = {}
         for index, name in enumerate(order):
             modules.setdefault(name.rpartition(".")[0], index)
-
-        def position(name: str) -> int:
-            if name in positions:
-                return positions[name]
-            # an adapter has the place of its layer
-            return modules.get(wrapped_module(name), len(order))
-
-        keys = [
-            (position(name), rank, index)
-            for rank, rank_names in enumerate(counted_by_rank)
-            for index, name in enumerate(rank_names)
-        ]
+        keys = []
+        for rank, rank_names in enumerate(counted_by_rank):
+            for index, name in enumerate(rank_names):
+                # an adapter has the place of its layer
+                place = modules.get(wrapped_module(name), len(order))
+                keys.append((positions.get(name, place), rank, index))
         places = {key[1:]: place for place, key in enumerate(sorted(keys))}
         self.model_order = [
             [places[rank, index] for index in range(len(rank_names))]
             for rank, rank_names in enumerate(counted_by_rank)
         ]
-        self._orders: dict[torch.device, list[torch.Tensor]] = {}
-        self._marks: dict[torch.device, tuple[Collection[str], torch.Tensor]] = {}
+        self._on_device: dict[Any, Any] = {}
 
     def order_on(self, device: torch.device) -> list[torch.Tensor]:
         """Return `model_order` as tensors on a device; sent there once."""
-        if device not in self._orders:
-            self._orders[device] = [
+        if device not in self._on_device:
+            self._on_device[device] = [
                 torch.tensor(places, dtype=torch.long, device=device) for places in self.model_order
             ]
-        return self._orders[device]
+        return self._on_device[device]
 
     def marks_on(self, device: torch.device, names: Collection[str]) -> torch.Tensor:
         """Return which of `counted` are among these names, on a device; sent there once."""
-        if device not in self._marks or self._marks[device][0] is not names:
-            found = torch.tensor([name in names for name in self.counted], device=device)
-            self._marks[device] = names, found
-        return self._marks[device][1]
+        key = device, frozenset(names)
+        if key not in self._on_device:
+            marks = [name in names for name in self.counted]
+            self._on_device[key] = torch.tensor(marks, device=device)
+        return self._on_device[key]
 
     def sum_tied_gradients(self, parameters: dict[str, nn.Parameter]) -> None:
         """Sum the gradients of tied weights over the stages that hold a copy."""
@@ -100,24 +94,20 @@ class Ownership:
             if parameter.numel() == 0:
                 continue  # a share of a weight with fewer rows than replicas; peers have the same
             own = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            received = self._exchange(own.contiguous(), [r for r in ranks if r != self.rank])
-            copies = {**received, self.rank: own}
+            own, ops = own.contiguous(), []
+            copies = {rank: torch.empty_like(own) for rank in ranks if rank != self.rank}
+            for peer, buffer in copies.items():
+                to = peer if self.group is None else dist.get_global_rank(self.group, peer)
+                ops.append(dist.P2POp(dist.isend, own, to, self.group))
+                ops.append(dist.P2POp(dist.irecv, buffer, to, self.group))
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            copies[self.rank] = own
             # in the order of the stages on every rank, so that the sums are equal to the bit
             total = copies[ranks[0]].clone()
             for rank in ranks[1:]:
                 total += copies[rank]
             parameter.grad = total
-
-    def _exchange(self, own: torch.Tensor, peers: list[int]) -> dict[int, torch.Tensor]:
-        received = {peer: torch.empty_like(own) for peer in peers}
-        ops = []
-        for peer, buffer in received.items():
-            global_peer = peer if self.group is None else dist.get_global_rank(self.group, peer)
-            ops.append(dist.P2POp(dist.isend, own, global_peer, self.group))
-            ops.append(dist.P2POp(dist.irecv, buffer, global_peer, self.group))
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        return received
 
 
 NO_GRADIENT = -1.0

@@ -82,7 +82,7 @@ class LossPart:
             parameters = list(inspect.signature(part).parameters.values())
         taken = {"**" if one.kind is one.VAR_KEYWORD else one.name for one in parameters}
         for name in self.counts:
-            if name in ("num_targets", "step") or not (name in taken or "**" in taken):
+            if name in ("num_targets", "step") or not taken & {name, "**"}:
                 raise UserError(
                     f"the loss {getattr(part, '__name__', type(part).__name__)!r} declares the "
                     f"count {name!r}, which must be an argument of its own. Correct its `counts` "
@@ -132,9 +132,8 @@ class LossPart:
         is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
         loss, figures = found if is_pair else (found, {})
         for name, value in {"": loss, **figures}.items():
-            if not (
-                isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
-            ):
+            is_tensor = isinstance(value, torch.Tensor)
+            if not (is_tensor and value.ndim == 0 and value.is_floating_point()):
                 raise broken(
                     "loss_fn",
                     innermost(self.loss_fn),
@@ -144,10 +143,8 @@ class LossPart:
                     "figures are a dict of such tensors",
                 )
         if taken := RESERVED.intersection(figures):
-            raise UserError(
-                f"the loss returned figures named {', '.join(sorted(taken))}, names that the log "
-                "has already. Rename them."
-            )
+            names = ", ".join(sorted(taken))
+            raise UserError(f"the loss returned figures named {names}, as in the log. Rename them.")
         return loss, {name: value.detach() for name, value in figures.items()}
 
     def sums(
@@ -173,13 +170,11 @@ class LossPart:
 def innermost(loss_fn: Callable[..., Any]) -> Any:
     """Return the part itself, without partials and wrappers around it."""
     part: Any = loss_fn
-    while True:
-        if isinstance(part, functools.partial):
-            part = part.func
-        elif not inspect.isroutine(part) and hasattr(part, "loss_fn"):
-            part = part.loss_fn
-        else:
-            return part
+    while (is_partial := isinstance(part, functools.partial)) or (
+        not inspect.isroutine(part) and hasattr(part, "loss_fn")
+    ):
+        part = part.func if is_partial else part.loss_fn
+    return part
 
 
 def count_targets(batch: MicroBatch) -> int:

@@ -64,7 +64,7 @@ class MemoryAccount:
 
     def describe(self) -> str:
         """Return sentences with the shape of the micro-batch, what is in use, and remedies."""
-        told, place, shapes = [], progress.place(), current_shapes()
+        told, place, shapes = [], progress.place(), current_shapes
         if place.micro_batch is not None and place.micro_batch < len(shapes):
             told.append("It has {} x {} tokens.".format(*shapes[place.micro_batch]))
         fullest, used, of = self.devices[0], read_status("VmRSS"), ""

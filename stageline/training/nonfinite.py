@@ -42,7 +42,7 @@ def find_non_finite(
         problem: what is known already.
         losses: of the micro-batches, in the order of `runner.loss_order`; empty but on the last
             stage.
-        owners: of all trained parameters, in the order of the norms.
+        norms, owners: of the gradients of all trained parameters, in one order.
         run_again: runs the passes of the step once more; None where that cannot be done.
         gradients: the parameters of this rank that get gradients.
 
@@ -71,19 +71,11 @@ def find_non_finite(
         if bad_losses := sorted(one for found, _ in ranks for one in found):
             where = _name_batches([number for number, _ in bad_losses], rows)
             parts.append(f"the loss is {bad_losses[0][1]} in {where}{of}")
-        if passes := {place: one for _, found in ranks for place, one in found.items()}:
-            # a forward pass goes wrong at the first stage, a backward pass at the last
-            is_backward, stage = min(
-                passes, key=lambda one: (one[0], -one[1] if one[0] else one[1])
-            )
-            number, name = passes[is_backward, stage]
-            what = (
-                f"the gradient of {name}" if is_backward else f"what {name or 'the stage'} returned"
-            )
-            first_passes.append(
-                f"run again, {what} on stage {stage}{of} was first bad in "
-                f"{_name_batches([number], rows)}"
-            )
+        # a forward pass goes wrong at the first stage, a backward pass at the last
+        passes = sorted(one for _, found in ranks for one in found.values())
+        for _, _, number, what in passes[:1]:
+            where = _name_batches([number], rows)
+            first_passes.append(f"run again, {what}{of} was first bad in {where}")
     bad = [place for place, norm in enumerate(norms) if not math.isfinite(norm)]
     if not parts and bad:
         owner = owners[bad[-1]]  # backward comes to the model's last parameter first
@@ -103,42 +95,45 @@ class _Watch(Recorder):
     """A recorder that checks module outputs, and gradients after each backward pass; slow.
 
     Attributes:
-        found: (is backward, stage) -> micro-batch and name of the first bad pass.
+        found: the first bad forward and backward pass of each stage: (is backward, order of
+            stages, micro-batch, what was bad).
     """
 
     def __init__(self, runner: PipelineRunner, gradients: Mapping[str, nn.Parameter]) -> None:
         super().__init__(runner.device, rank=runner.pp_rank)
         self.models = {model.stage: model for model in runner.local}
         self.gradients = gradients
-        self.found: dict[tuple[bool, int], tuple[int, str]] = {}
+        self.found: dict[tuple[bool, int], tuple[bool, int, int, str]] = {}
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
         stage, kind, number = action
-        bad: list[str] = []  # modules in the order in which they ended, or the first gradient
+        model, is_backward = self.models[stage], kind != Kind.FORWARD
+        bad: list[str] = []  # modules in the order in which they ended
 
         def look(module: nn.Module, _: Any, output: Any, *, name: str) -> None:
             tensors = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
             if not all(map(is_finite, tensors)):
                 bad.append(name)
 
-        if kind == Kind.FORWARD:
-            hooks = [
-                module.register_forward_hook(functools.partial(look, name=name))
-                for name, module in self.models[stage].named_modules()
-            ]
-            yield
-            for hook in hooks:
-                hook.remove()
-            if bad and bad[-1]:  # it did not leave the stage: a mask may have inf
-                return
-        else:
-            yield
-            names = [name for name, _ in self.models[stage].named_parameters()]
-            grads = {n: self.gradients[n].grad for n in names if n in self.gradients}
-            bad = [n for n, g in reversed(grads.items()) if g is not None and not is_finite(g)]
-        if bad:
-            self.found.setdefault((kind != Kind.FORWARD, stage), (number, bad[0]))
+        hooks = [
+            module.register_forward_hook(functools.partial(look, name=name))
+            for name, module in (() if is_backward else model.named_modules())
+        ]
+        yield
+        for hook in hooks:
+            hook.remove()
+        what = ""
+        if is_backward:
+            for name, _ in model.named_parameters():  # the last one that is bad comes first
+                grad = self.gradients[name].grad if name in self.gradients else None
+                if grad is not None and not is_finite(grad):
+                    what = f"the gradient of {name} on stage {stage}"
+        elif bad and not bad[-1]:  # it left the stage: a mask inside may have inf
+            what = f"what {bad[0] or 'the stage'} returned on stage {stage}"
+        if what:
+            order = -stage if is_backward else stage
+            self.found.setdefault((is_backward, stage), (is_backward, order, number, what))
 
     @contextmanager
     def wait(self, action: Action) -> Iterator[None]:
@@ -149,12 +144,11 @@ def _name_batches(numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> str:
     """Return "micro-batches 1, 3 (rows 7, 9, 21)"."""
     if len(numbers) == len(rows) > 1:
         return f"all {len(rows)} micro-batches"
-    cut = "..." if len(numbers) > MOST_NAMED else ""
-    shown = ", ".join(map(str, numbers[:MOST_NAMED])) + cut
-    named = f"micro-batch{'es' * (len(numbers) > 1)} {shown}"
+    shown = ", ".join(map(str, numbers[:MOST_NAMED])) + "..." * (len(numbers) > MOST_NAMED)
     known = [row for number in numbers for row in rows[number] if row >= 0]
     more = f" ... {len(known)} in all" if len(known) > MOST_NAMED else ""
-    return f"{named} (rows {', '.join(map(str, known[:MOST_NAMED]))}{more})" if known else named
+    where = f" (rows {', '.join(map(str, known[:MOST_NAMED]))}{more})" if known else ""
+    return f"micro-batch{'es' * (len(numbers) > 1)} {shown}{where}"
 
 
 SPIKE_WINDOW = 64

@@ -38,7 +38,7 @@ from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.replicas import Replicas
 from stageline.training.timeline import StepTimeline
 
-_shapes: list[tuple[int, ...]] = []
+current_shapes: list[tuple[int, ...]] = []  # [rows, tokens] of each micro-batch of the step
 OPERATIONS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -93,33 +93,23 @@ def recorded_event(device: torch.device) -> Any:
 def begin_step(step: int, micro_batches: Sequence[MicroBatch] = ()) -> None:
     """Note how many optimizer steps are done, and the shapes of the next one, for reports."""
     progress.at_step(step)
-    _shapes[:] = [tuple(batch["input_ids"].shape) for batch in micro_batches]
-
-
-def current_shapes() -> list[tuple[int, ...]]:
-    """Return [rows, tokens] of each micro-batch of the running step."""
-    return list(_shapes)
+    current_shapes[:] = [tuple(batch["input_ids"].shape) for batch in micro_batches]
 
 
 class SharedFigures:
     """Sums of scalars over the ranks of a pipeline and its replicas; every rank calls this.
 
     Only the last stage knows the names of a loss's figures, when it calls the loss; they are
-    exchanged once.
+    exchanged once, and known in one order on all ranks then.
 
     Args:
         device: of tensors that are sent.
-
-    Attributes:
-        names: of figures, known on all ranks, in one order.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None, *, replicas: Replicas, device: torch.device
     ) -> None:
-        self.group = group
-        self.replicas = replicas
-        self.device = device
+        self.group, self.replicas, self.device = group, replicas, device
         self.names: list[str] = []
 
     def sum(
@@ -137,12 +127,9 @@ class SharedFigures:
             local: numbers on this rank's device that come to the host with the sums, so that the
                 host waits for its device once; they are returned too.
         """
-
-        def values() -> list[torch.Tensor]:
-            return [figures.get(name, torch.zeros(())) for name in self.names]
-
         is_new = torch.tensor(float(any(name not in self.names for name in figures)))
-        found = self._sum([*facts, is_new, *values()], local)
+        values = [figures.get(name, torch.zeros(())) for name in self.names]
+        found = self._sum([*facts, is_new, *values], local)
         found, brought = found[: -len(local)], found[-len(local) :]
         sums = found[len(facts) + 1 :]
         if found[len(facts)] > 0:
@@ -150,15 +137,15 @@ class SharedFigures:
             dist.all_gather_object(gathered, list(figures), group=self.group)
             told = self.replicas.gather([name for names in gathered for name in names])
             self.names = list(dict.fromkeys([*self.names, *(n for names in told for n in names)]))
-            sums = self._sum(values(), local[:0])
+            values = [figures.get(name, torch.zeros(())) for name in self.names]
+            sums = self._sum(values, local[:0])
         return found[: len(facts)], dict(zip(self.names, sums, strict=True)), brought
 
     def _sum(self, values: Sequence[torch.Tensor], local: torch.Tensor) -> list[float]:
         own = [value.detach() for value in values]
-        of_host = [value for value in own if value.device.type == "cpu"]
-        if self.device.type != "cpu" and of_host:
-            # one copy to the device, without a wait
-            arrived = iter(sent(torch.stack(of_host), self.device).unbind())
+        if self.device.type != "cpu":  # one copy to the device, without a wait
+            of_host = [value for value in own if value.device.type == "cpu"]
+            arrived = iter(sent(torch.stack(of_host), self.device).unbind() if of_host else ())
             own = [next(arrived) if value.device.type == "cpu" else value for value in own]
         total = torch.stack([value.to(self.device) for value in own])
         with progress.doing("the other ranks at the end of a step", is_waiting=True):
@@ -176,14 +163,11 @@ class StepResult:
         loss: of the whole batch, of all replicas; only what the loss_fn part returned, so that it
             can be compared between models.
         grad_norm: before clipping; may be inf or nan when the step was skipped.
-        num_tokens: tokens without padding.
-        num_targets: supervised tokens.
-        num_samples: samples with at least one of them.
+        num_tokens: without padding; `num_targets`: supervised ones; `num_samples`: with a target.
         is_skipped: the loss or a gradient was not finite, or a spike; no weight changed.
         wants_stop: some rank was asked to stop, by a signal.
         extra_loss: the model's own (router) loss, weighted; trained on, not in `loss`.
-        problem: why the step was skipped, or what is odd about it, with its place.
-        rows: dataset rows of a step with a problem, of all replicas.
+        problem, rows: why the step was skipped, or is odd, and its dataset rows, of all replicas.
         skipped_in_a_row, num_skipped: steps up to this one, and since the start of the run.
         warnings: problems that do not stop a run.
         figures: named figures that the loss_fn part returned besides its loss.
@@ -242,12 +226,9 @@ class TrainStep:
         prepare: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = list,
         make_weights: Callable[[dict[str, torch.nn.Parameter]], MasterWeights] = MasterWeights,
     ) -> None:
-        self.runner = runner
-        self.prepare = prepare
-        self.loss_fn = loss_fn
-        self.part = LossPart.of(loss_fn)
-        self.learning_rate = learning_rate
-        self.max_grad_norm = max_grad_norm
+        self.runner, self.prepare = runner, prepare
+        self.loss_fn, self.part = loss_fn, LossPart.of(loss_fn)
+        self.learning_rate, self.max_grad_norm = learning_rate, max_grad_norm
         self.scaler = scaler or LossScaler(enabled=False)
         self.timeline = timeline
         self.replicas = replicas or Replicas()
@@ -370,9 +351,8 @@ class TrainStep:
                 stages = set(stages_without_gradient(each_norm, self.owners)) - self._stages_told
                 self._stages_told |= stages
                 warnings = tuple(
-                    f"all gradients of stage {stage} are zero, so it learns nothing from this "
-                    "step: look for frozen or disconnected parts, or a loss that does not depend "
-                    "on it"
+                    f"all gradients of stage {stage} are zero, so it learns nothing: look for "
+                    "frozen or disconnected parts, or a loss that does not depend on it"
                     for stage in sorted(stages)
                 )
             with progress.doing("optimizer"):

@@ -58,19 +58,16 @@ class TrainerConfig:
     """The settings of the loop.
 
     Attributes:
-        output_dir: run folder.
         resume: "auto", the path of a checkpoint, or None.
         dp_shard: replicas share weights and optimizer state.
         max_grad_norm: clip to this norm; 0 = off.
         max_skipped, spike_sigma, spike_action: see `Skips`.
         timeline_step: step whose passes are drawn; 0 = none.
-        log_steps: steps between two records of the log.
         eval_steps, save_steps: steps between evaluations and checkpoints; 0 = only at the end.
         patience, stop_metric, stop_delta: see `EarlyStop`.
         save_best: held-out figure whose best weights are kept; "none" = off.
         keep_last: checkpoints that stay; 0 = all.
         sync_save: write checkpoints before training continues.
-        reference: where the reference model of a preference loss comes from.
     """
 
     output_dir: str
@@ -205,13 +202,7 @@ class Trainer:
 
         # The reference model of a preference loss; its passes put shared-out weights together, so
         # it comes after the optimizer, which must not see them
-        if self.rollouts is None:
-            self.reference_mode = self._prepare_reference(begun_as=facts.get("reference"))
-        else:
-            self.reference_mode = self.rollouts.start_mode
-            if self.reference_mode is not None:
-                why = self.rollouts.start_reason
-                terminal.say(f"reference of the loss: {self.reference_mode} ({why})")
+        self.reference_mode = self._prepare_reference(begun_as=facts.get("reference"))
 
         # Evaluation: the best weights so far, and whether the run continues
         is_known = facts.get("held_out", self.held_out_rows) == self.held_out_rows
@@ -254,18 +245,24 @@ class Trainer:
         Returns:
             Where it comes from; None: the loss needs none.
         """
-        runner = self.runner
+        runner, rollouts = self.runner, self.rollouts
         plain = Reference(runner, loss=self.loss_fn, replicas=self.replicas)
         self.train_step.prepare = self.prepare_held_out = plain
-        if not plain.needs_reference:
+        if rollouts is not None:  # they ask it themselves
+            mode, why = rollouts.start_mode, rollouts.start_reason
+        elif not plain.needs_reference:
             return None
-        mode, why = choose_mode(
-            self.config.reference,
-            runner,
-            has_columns=not plain.needs_kl and not COLUMNS.isdisjoint(self.data.train[0][1]),
-            begun_as=begun_as,
-        )
-        terminal.say(f"reference of the loss: {mode} ({why})")
+        else:
+            mode, why = choose_mode(
+                self.config.reference,
+                runner,
+                has_columns=not plain.needs_kl and not COLUMNS.isdisjoint(self.data.train[0][1]),
+                begun_as=begun_as,
+            )
+        if mode is not None:
+            terminal.say(f"reference of the loss: {mode} ({why})")
+        if rollouts is not None:
+            return mode
         prepared = []
         for name, dataset in (("train", self.data.train), ("test", self.data.test)):
             source: Any = functools.partial(from_columns, runner) if mode == "columns" else None
@@ -402,8 +399,8 @@ class Trainer:
             terminal.say(kept)
         if self.config.patience:
             self.early_stop.see(step, figure_of(result, self.early_stop.metric))
-            if self.early_stop.is_over:
-                terminal.say(str(self.early_stop))
+        if self.early_stop.is_over:
+            terminal.say(str(self.early_stop))
         return self.early_stop.is_over
 
     def save(self, step: int) -> None:
