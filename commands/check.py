@@ -167,7 +167,7 @@ def make_batches(
     import torch
 
     from commands.train_data import Data, make_loader
-    from stageline.checkpoint.layout import Ranks
+    from stageline.distributed.ranks import Ranks
     from stageline.verify.batches import drop_pixels, probe_batches, random_batches
 
     run, config = arguments.run, preparation.config

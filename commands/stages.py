@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from parse_args import Arguments
-    from stageline.checkpoint.layout import Ranks
+    from stageline.distributed.ranks import Ranks
     from stageline.verify.scaled_copy import VerifyMode
 
 AnyArguments = TypeVar("AnyArguments", bound="Arguments")

@@ -23,7 +23,6 @@ from commands.train_parts import (
 )
 from options.memory import answering_remedies, memory_remedies
 from parse_args import TrainArguments
-from stageline.checkpoint.layout import Ranks
 from stageline.device import is_accelerator, settle_allocators, stage_devices
 from stageline.distributed.failure import name_stages
 from stageline.distributed.failure_record import on_full_memory
@@ -32,6 +31,7 @@ from stageline.distributed.process_group import (
     choose_device,
     distributed_context,
 )
+from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.model_folder import load_config
 from stageline.pipeline.runner import PipelineRunner

@@ -35,7 +35,7 @@ from options.model import learning_rate_scales, method_arguments
 from options.parts import ChosenPart, takes
 from options.train import RunConfig, on_resume
 from parse_args import TrainArguments, save_config
-from stageline.checkpoint.layout import Ranks
+from stageline.checkpoint.resume import ResumePoint, check_same_run
 from stageline.contracts import call, check_call
 from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
 from stageline.data.batches.preflight import check_encode
@@ -46,6 +46,7 @@ from stageline.data.images.tiling import Tiling
 from stageline.data.rows.readers import data_fingerprint
 from stageline.data.text.processor import get_tokenizer, num_token_ids
 from stageline.distributed.process_group import DistributedContext, wait_for_weights
+from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.hub import PREFIX
 from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
@@ -72,7 +73,6 @@ from stageline.training.part_checks import (
     check_sim_fn,
 )
 from stageline.training.replicas import Replicas
-from stageline.training.resume import ResumePoint, check_same_run
 from stageline.training.rewards import Reward, Rewards, try_rewards
 from stageline.training.rollouts import RolloutOptions, Rollouts, SampleFile, StageAnswers
 from stageline.training.trainer import TrainerConfig

@@ -179,7 +179,6 @@ KEYS = (
     *("train-model", "dataset", "prompt", "prompt-fn", "image-token", "collate-fn", "loss-fn"),
     *("optimizer", "lr-scheduler", "engine"),
 )
-MAX_ROWS = 12  # rows of the table of losses, which stands where there is no plot
 Kind = Literal["model", "adapter", "merged"]
 _WHAT = {
     "model": "Weights of a whole model",
@@ -355,16 +354,8 @@ def _figures(run: RunFacts) -> str:
     parts = ["## Figures\n", _table(("", "step", "loss", "token accuracy"), rows)]
     if told := run.manifest.get("best"):
         parts.append(f"These are the weights of the best {told.get('metric')} so far.\n")
-    known = [record for record in run.steps if _figure(record, "loss")]
     if run.curve is not None:
         parts.append("![Loss of the run](loss.png)\n")
-    elif len(known) < 2:
-        parts.append("")
-    else:
-        count = min(MAX_ROWS, len(known))
-        chosen = [known[i * (len(known) - 1) // (count - 1)] for i in range(count)]
-        points = [(str(record["step"]), _figure(record, "loss")) for record in chosen]
-        parts.append(_table(("step", "training loss"), points))
     return "\n".join(parts)
 
 
@@ -379,24 +370,11 @@ def _training(run: RunFacts) -> str:
     known = {name: value for name, value in run.options.items() if value is not None}
     if not known:
         return ""
-    lora = {}
-    for part in ("vit", "mlp", "llm"):
-        if known.get(f"{part}-lora-num"):
-            rank, alpha, target = (
-                known.get(f"parts.{part}.lora_{name}", known.get(f"lora.{name}"))
-                for name in ("rank", "alpha", "target")
-            )
-            layers = ", ".join(map(str, target)) if isinstance(target, list) else "all"
-            lora[part] = f"rank {rank}, alpha {alpha}, linear layers: {layers}"
-    shown = {name: str(value) for name, value in known.items() if name not in KEYS + _NOT_SHOWN}
-    tables = {
-        ("part", "key"): [(name, f"`{known[name]}`") for name in KEYS if name in known],
-        ("part", "LoRA"): list(lora.items()),
-        ("option", "value"): list(shown.items()),
-    }
-    parts = [_table(head, rows) for head, rows in tables.items() if rows]
+    shown = [
+        (n, f"`{v}`" if n in KEYS else str(v)) for n, v in known.items() if n not in _NOT_SHOWN
+    ]
     command = f"The run as a command, of all its options:\n\n```bash\n{run.command()}\n```\n"
-    return "\n".join(["## Training\n", *parts, command])
+    return "\n".join(["## Training\n", _table(("option", "value"), shown), command])
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -27,14 +27,7 @@ from stageline.checkpoint.adapter import (
     rows_share,
 )
 from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, write_tensors
-from stageline.checkpoint.layout import (
-    BASE_FOLDER,
-    Ranks,
-    base_sum,
-    draft_name,
-    publish,
-    refuse_existing,
-)
+from stageline.checkpoint.layout import BASE_FOLDER, base_sum, draft_name, publish, refuse_existing
 from stageline.checkpoint.plain_model import task_of
 from stageline.checkpoint.shards import (
     HostCopies,
@@ -50,6 +43,7 @@ from stageline.checkpoint.shards import (
     write_index,
     write_shard,
 )
+from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.hub import name_of
 from stageline.modules.lora import (

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stageline.checkpoint.init import check_finite
-from stageline.checkpoint.layout import BASE_FOLDER, Ranks, discard, draft_name, file_facts, verify
+from stageline.checkpoint.layout import BASE_FOLDER, discard, draft_name, file_facts, verify
 from stageline.checkpoint.optimizer_state import (
     STATE_FILE,
     STATE_FOLDER,
@@ -36,7 +36,8 @@ from stageline.checkpoint.save import (
     start_draft,
 )
 from stageline.checkpoint.shards import HostCopies, gathered
-from stageline.errors import CheckpointError, UserError, spelled
+from stageline.distributed.ranks import Ranks
+from stageline.errors import UserError, spelled
 from stageline.progress import doing
 from stageline.stage import Stage
 
@@ -74,17 +75,6 @@ def skip_lines(found: Path | None, skipped: Sequence[Skipped]) -> list[str]:
     """A line for each checkpoint that was skipped, with what is used in its place."""
     use = f"; {found.name} is used in its place" if found else ""
     return [f"checkpoint {path.name} is skipped{use}: {reason}" for path, reason in skipped]
-
-
-def no_checkpoint_left(skipped: Sequence[Skipped]) -> CheckpointError:
-    """The error for a run whose checkpoints are all damaged."""
-    assert skipped, "a run without checkpoints starts from scratch"
-    folder = skipped[0][0].parent
-    reasons = "\n".join(f"  {path.name}: {reason}" for path, reason in skipped)
-    return CheckpointError(
-        f"none of the {len(skipped)} checkpoints in {folder} is whole. Give a checkpoint from "
-        f"elsewhere by its path, or choose another `output_dir` to start again.\n{reasons}"
-    )
 
 
 def step_name(step: int) -> str:

@@ -16,12 +16,13 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from stageline import progress
-from stageline.checkpoint.layout import Ranks
+from stageline.checkpoint.resume import claim_run_folder, find_resume_point
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import CheckpointWriter, set_aside
 from stageline.data.rows.readers import data_fingerprint
 from stageline.distributed.failure_record import open_log
 from stageline.distributed.process_group import DistributedContext
+from stageline.distributed.ranks import Ranks
 from stageline.distributed.stop import stop_requested
 from stageline.errors import NonFiniteError, spelled
 from stageline.pipeline.recorder import bubble
@@ -44,7 +45,6 @@ from stageline.training.reference import (
     reference_table,
 )
 from stageline.training.replicas import Replicas, ShardedReplicas, share_rows
-from stageline.training.resume import claim_run_folder, find_resume_point
 from stageline.training.run_log import RunLog, show_stages
 from stageline.training.step import StepResult, TrainStep
 from stageline.training.timeline import StepTimeline

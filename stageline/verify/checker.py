@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.load import CheckpointMismatch
 from stageline.distributed.process_group import DistributedContext
+from stageline.distributed.ranks import Ranks
 from stageline.errors import spelled
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import Schedule

@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from stageline.checkpoint.adapter import find_base
-from stageline.checkpoint.layout import Ranks, read_manifest, verify
+from stageline.checkpoint.layout import read_manifest, verify
 from stageline.checkpoint.optimizer_state import SavedState
-from stageline.checkpoint.writer import (
-    find_latest,
-    no_checkpoint_left,
-    skip_lines,
-    step_folders,
-    sweep,
-)
+from stageline.checkpoint.writer import find_latest, skip_lines, step_folders, sweep
+from stageline.distributed.ranks import Ranks
 from stageline.errors import CheckpointError, UserError, spelled
 from stageline.terminal import terminal
 
@@ -64,7 +59,12 @@ def find_resume_point(wanted: str | None, checkpoints: Path, *, ranks: Ranks) ->
             for line in skip_lines(folder, skipped):
                 terminal.say(line)
             if folder is None and skipped:
-                raise no_checkpoint_left(skipped)
+                reasons = "\n".join(f"  {path.name}: {reason}" for path, reason in skipped)
+                raise CheckpointError(
+                    f"none of the {len(skipped)} checkpoints in {checkpoints} is whole. Give a "
+                    "checkpoint from elsewhere by its path, or choose another `output_dir` to "
+                    f"start again.\n{reasons}"
+                )
             if folder is None:
                 none_yet = f"no checkpoint in {checkpoints} yet, training starts at step 0"
                 terminal.say(spelled(f"`resume` auto: {none_yet}"))
@@ -131,7 +131,7 @@ os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])
 def claim_run_folder(folder: Path) -> None:
     """Make the folder, lock it, and remove what a killed run left half-written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        os.makedirs(folder, exist_ok=True)
         file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
     except OSError as error:
         raise UserError(
