@@ -6,6 +6,7 @@ it. Paths keep their last two parts: a folder goes to other people.
 
 import json
 import math
+import operator
 import secrets
 import shlex
 import shutil
@@ -40,6 +41,7 @@ from stageline.checkpoint.layout import (
 from stageline.checkpoint.plain_model import CLASSIFIER, save_whole
 from stageline.errors import UserError
 from stageline.run_records import read_log
+from stageline.tables import markdown_table
 
 # files of tokenizers, processors and templates; those of a training run are not among them
 _COPIED = (
@@ -97,15 +99,9 @@ def publish_over(draft: Path, target: Path, *, facts: dict[str, object]) -> None
         return
     ready = target.with_name(draft_name(target))
     old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
-    try:
-        publish(draft, ready, facts=facts, known={})
-        target.rename(old)
-        ready.rename(target)
-    except BaseException:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        discard(ready)
-        raise
+    publish(draft, ready, facts=facts, known={})
+    target.rename(old)
+    ready.rename(target)
     fsync_path(target.parent)  # before the old one goes
     discard(old)
 
@@ -334,16 +330,16 @@ def model_card(
 
 
 def _figures(run: RunFacts) -> str:
-    def best(name: str, choose: Callable[..., dict]) -> dict | None:
-        known = [record for record in run.evaluations if _figure(record, name)]
-        return choose(known, key=lambda record: record[name]) if known else None
-
     found = {
         "last training step": run.steps[-1] if run.steps else None,
         "last evaluation": run.evaluations[-1] if run.evaluations else None,
-        "lowest evaluation loss": best("loss", min),
-        "highest token accuracy": best("token_accuracy", max),
     }
+    for label, name, best in (
+        ("lowest evaluation loss", "loss", min),
+        ("highest token accuracy", "token_accuracy", max),
+    ):
+        known = [record for record in run.evaluations if _figure(record, name)]
+        found[label] = best(known, key=operator.itemgetter(name), default=None)
     rows = [
         (label, str(record["step"]), _figure(record, "loss"), _figure(record, "token_accuracy"))
         for label, record in found.items()
@@ -351,7 +347,7 @@ def _figures(run: RunFacts) -> str:
     ]
     if not rows:
         return ""
-    parts = ["## Figures\n", _table(("", "step", "loss", "token accuracy"), rows)]
+    parts = ["## Figures\n", markdown_table([("", "step", "loss", "token accuracy"), *rows]) + "\n"]
     if told := run.manifest.get("best"):
         parts.append(f"These are the weights of the best {told.get('metric')} so far.\n")
     if run.curve is not None:
@@ -374,10 +370,6 @@ def _training(run: RunFacts) -> str:
         (n, f"`{v}`" if n in KEYS else str(v)) for n, v in known.items() if n not in _NOT_SHOWN
     ]
     command = f"The run as a command, of all its options:\n\n```bash\n{run.command()}\n```\n"
-    return "\n".join(["## Training\n", _table(("option", "value"), shown), command])
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header)]
-    lines += [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+    return "\n".join(
+        ["## Training\n", markdown_table([("option", "value"), *shown], num_texts=2), "", command]
+    )

@@ -46,10 +46,7 @@ Skipped = tuple[Path, str]
 
 
 def step_folders(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of all that is called a checkpoint, the newest first, by number.
-
-    Nothing is deleted under its own name: a folder that is called step-... is whole at any time.
-    """
+    """(step, path) of all that is called a checkpoint, and is whole then, the newest first."""
     if not folder.is_dir():
         return []
     found = [(match, path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
@@ -159,16 +156,12 @@ class CheckpointWriter:
     ) -> None:
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.stages = list(stages)
-        self.processor = processor
-        self.optimizer = optimizer
-        self.parameters = dict(parameters)
+        self.stages, self.processor = list(stages), processor
+        self.optimizer, self.parameters = optimizer, dict(parameters)
         self._begun = {} if optimizer is None else group_values(optimizer)
         self.rows = dict(rows)
-        self.dp_rank = dp_rank
         self.is_first = dp_rank == 0
-        self.keep = keep
-        self.waits = waits
+        self.keep, self.waits = keep, waits
         self.ranks = Ranks.of(group)
         self.saver = WeightSaver(self.stages if self.is_first else [], ranks=self.ranks)
         self.with_weights = with_weights or self.saver.is_adapter

@@ -18,10 +18,9 @@ from stageline.distributed.ranks import Ranks
 from stageline.errors import DataError, UserError, spelled
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
-from stageline.training.agreement import check_agreement
 from stageline.training.loss_part import LossPart, Output, logits_of
 from stageline.training.replicas import Replicas
-from stageline.training.step import StepProgress
+from stageline.training.step import StepProgress, check_agreement
 
 
 @dataclass

@@ -33,10 +33,9 @@ from stageline.modules.losses import KL, PAIRS, REFERENCE, row_lengths, row_log_
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.stage import Stage
 from stageline.terminal import terminal
-from stageline.training.agreement import check_agreement
 from stageline.training.loss_part import LossPart, Output, logits_of
 from stageline.training.replicas import Replicas
-from stageline.training.step import StepProgress
+from stageline.training.step import StepProgress, check_agreement
 
 Mode = Literal["auto", "adapters_off", "precompute", "columns", "frozen_copy"]
 # rows [B] of each micro-batch, then of each one with the answers of other rows

@@ -98,13 +98,11 @@ class StepRecord(StepResult):
 
     def notes(self) -> list[str]:
         """Return lines for the screen about what is wrong with the step; mostly none."""
-        notes = list(self.warnings)
+        problem = self.problem
         if self.is_skipped:
             times = f"{self.skipped_in_a_row} in a row, {self.num_skipped} in all"
-            notes.insert(0, f"skipped, no weight changed ({times}): {self.problem}")
-        elif self.problem is not None:
-            notes.insert(0, self.problem)
-        return notes
+            problem = f"skipped, no weight changed ({times}): {problem}"
+        return [*([] if problem is None else [problem]), *self.warnings]
 
     def __str__(self) -> str:
         shown = {"loss": self.loss}
@@ -158,14 +156,11 @@ class RunLog:
         lr_scales: Mapping[str, float] | None = None,
         tracker: Any | None = None,
     ) -> None:
-        self.folder = Path(folder)
-        self.context = context
+        self.folder, self.context = Path(folder), context
         self.is_main = context is None or context.is_main
         self.lr_scales = {part: scale for part, scale in (lr_scales or {}).items() if scale != 1.0}
         self._peaks: list[int] = []
-        self.total_steps = total_steps
-        self.start_step = start_step
-        self.log_steps = log_steps
+        self.total_steps, self.start_step, self.log_steps = total_steps, start_step, log_steps
         self._listeners: dict[str, Any] = {"to the tracker": tracker}
         self._beside = contextlib.ExitStack()
         if not self.is_main:
@@ -392,12 +387,10 @@ def scalars(figures: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers among the figures; of a list of numbers one for each rank."""
     numbers: dict[str, float] = {}
     for name, value in figures.items():
-        if isinstance(value, int | float):
-            numbers[name] = float(value)
-        elif isinstance(value, list | tuple):
-            for rank, item in enumerate(value):
-                if isinstance(item, int | float):
-                    numbers[f"{name}/rank_{rank}"] = float(item)
+        named = {name: value}
+        if isinstance(value, list | tuple):
+            named = {f"{name}/rank_{rank}": item for rank, item in enumerate(value)}
+        numbers |= {n: float(item) for n, item in named.items() if isinstance(item, int | float)}
     return numbers
 
 
