@@ -70,7 +70,6 @@ def evaluate(
         loss_fn: a loss_fn part, or a `ChunkedLoss` where the last stage gives hidden states.
         step: optimizer steps done, for a loss that depends on it.
         keep: rows whose predicted tokens are returned; of a row that comes twice, the first.
-        replicas: they share the rows out; figures are those of all.
         prepare: adds to the micro-batches what the loss needs besides, on all ranks.
 
     Raises:
@@ -185,7 +184,6 @@ class BestCheckpoint:
         folder: of the run's checkpoints.
         metric: name of the held-out figure that is compared; "none" keeps nothing.
         save: saves the weights as a new folder, `save(path, step=..., facts=...)`, on all ranks.
-        group: ranks that agree; None: all.
         start_step: steps done before; 0 for a new run.
     """
 
@@ -238,10 +236,8 @@ class BestCheckpoint:
             )
         if not is_continued or not self.link.exists():
             return None
-        facts = read_manifest(self.link).get("best")
-        if not isinstance(facts, dict):
-            return None  # another program's: its figures are not known
-        # all figures are there: the run may be continued with another metric
+        # another program's has none; all figures are there: the metric may be another one now
+        facts = read_manifest(self.link).get("best") or {"figures": {}}
         value = facts["figures"].get(self.metric)
         return None if value is None else (value, facts["step"], os.readlink(self.link))
 
@@ -279,20 +275,16 @@ class EarlyStop:
         is_improved = math.isfinite(value)
         if self.best is not None:
             is_improved = is_better(value, self.best, metric=self.metric, by=self.delta)
+        self.count = 0 if is_improved else self.count + 1
         if is_improved:
-            self.best, self.best_step, self.count = value, step, 0
-        else:
-            self.count += 1
+            self.best, self.best_step = value, step
 
     def see_log(self, records: Iterable[Mapping[str, Any]], *, until: int) -> None:
         """Take the evaluations up to step `until` from the log of a run that is continued."""
-        by_step = {
-            record["step"]: record.get(self.metric)
-            for record in records
-            if record.get("kind") == "eval" and record["step"] <= until
-        }
+        by_step = {one["step"]: one.get(self.metric) for one in records if one["kind"] == "eval"}
         for step, value in sorted(by_step.items()):
-            self.see(step, math.nan if value is None else float(value))
+            if step <= until:
+                self.see(step, math.nan if value is None else float(value))
 
     def __str__(self) -> str:
         best = "none" if self.best is None else f"{self.best:.4f} at step {self.best_step}"

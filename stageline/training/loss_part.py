@@ -55,10 +55,9 @@ class LossPart:
         loss_fn: the part, a partial of it, or an object with the part as `loss_fn`.
         counts: name -> function that counts in a micro-batch; `num_targets` is added in front.
         is_token_sum: the loss is the mean of token losses.
-        is_cross_entropy: it is the mean cross-entropy of tokens; exp of it is the perplexity.
+        is_cross_entropy: exp of the loss is the perplexity.
         predicts_tokens: it gets logits of the next token.
-        needs_reference: it needs `loss_reference` in each micro-batch.
-        needs_kl: it needs `loss_kl`, too.
+        needs_reference, needs_kl: it needs `loss_reference`, `loss_kl` in each micro-batch.
         weighs_by_itself: it need not add up over micro-batches.
 
     Raises:
@@ -197,15 +196,12 @@ class StepLoss:
     micro-batch; the step has the mean of them.
 
     Args:
-        num_targets: supervised tokens of the whole step.
-        counts: what else the part counts, of the whole step; default 1 each.
-        step: number of the optimizer step, from 0.
-        num_micro_batches: micro-batches of the whole step, over all replicas.
+        num_targets, counts: supervised tokens and what else the part counts, of the whole step.
+        num_micro_batches: of the whole step, over all replicas.
         scale: of fp16's loss scaling; in no figure.
 
     Attributes:
-        loss: the sum of what `loss_fn` returned, a scalar in float32.
-        figures: the sums of its named figures, in float32.
+        loss, figures: sums of what `loss_fn` returned, scalars in float32.
         extra_loss: the mean of the extra losses; 0 for models without.
         each: the loss of every micro-batch in the order of the calls, extra loss included.
     """
@@ -226,11 +222,8 @@ class StepLoss:
         self.totals = {
             name: torch.full((), float(count), device=device) for name, count in given.items()
         }
-        self.step = step
-        self.num_micro_batches = num_micro_batches
-        self.scale = scale
-        self.loss = torch.zeros((), device=device)
-        self.extra_loss = torch.zeros((), device=device)
+        self.step, self.num_micro_batches, self.scale = step, num_micro_batches, scale
+        self.loss, self.extra_loss = torch.zeros(2, device=device).unbind()
         self.figures: Figures = {}
         self.each: list[torch.Tensor] = []
 

@@ -45,9 +45,8 @@ class MemoryAccount:
     """Account of the memory of this rank, for the report of a run that has none left.
 
     Args:
-        devices: those on which this process computes.
-        remedies: changes that the options of the run still allow, the best first.
-        answering: the same while its model generates.
+        remedies, answering: changes that the options still allow, the best first, and those while
+            the model generates.
 
     Attributes:
         train_step: set when it is there; before that only remedies are reported.

@@ -13,6 +13,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -60,11 +61,8 @@ class Reference:
         source: Source | None = None,
         replicas: Replicas | None = None,
     ) -> None:
-        self.runner = runner
-        self.needs_reference = loss.needs_reference
-        self.needs_kl = loss.needs_kl
-        self.source = source
-        self.replicas = replicas or Replicas()
+        self.runner, self.source, self.replicas = runner, source, replicas or Replicas()
+        self.needs_reference, self.needs_kl = loss.needs_reference, loss.needs_kl
 
     def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with what the loss needs, on the rank of the last stage."""
@@ -158,8 +156,7 @@ def choose_mode(
 
     Args:
         has_columns: the rows have their log-probabilities.
-        begun_as: the mode when the run began; None: it begins now. A resumed run cannot see any
-            more whether its adapters started at zero.
+        begun_as: the mode when the run began, whose adapters a resumed run cannot see at zero.
         otherwise: what auto means where the model without adapters is not the start model.
 
     Raises:
@@ -195,11 +192,11 @@ NOTE_EVERY = 100  # batches
 _SAMPLED = 1 << 16  # bytes of each end of a file of weights that its fingerprint is made of
 
 
+@dataclass(frozen=True)
 class FromTable:
     """The source of a run whose reference was computed before it began: [N, K], or None."""
 
-    def __init__(self, values: torch.Tensor | None) -> None:
-        self.values = values
+    values: torch.Tensor | None
 
     def __call__(
         self, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
@@ -238,7 +235,6 @@ def reference_table(
     Args:
         batches: an evaluation of the dataset: each row once, with `loss_rows`.
         key: identifies data, template and weights; a file with another key is not read.
-        needs_kl: the loss needs answers of other rows, too.
         is_start: nothing has been trained, so the table can be computed.
 
     Raises:

@@ -142,7 +142,7 @@ class StageAnswers:
         lot_size: int,
         on_lot: OnLot,
     ) -> list[list[SampledAnswer]]:
-        """Return the answers on the first rank, as soon as complete by lots to `on_lot`."""
+        """Return the answers, of which `on_lot` gets each lot at once; on the first rank only."""
         with progress.doing("decoding"), answering(self.models):
             if not self.is_first:
                 assert self.wire is not None
@@ -214,7 +214,6 @@ class AnswerRow:
         row: int | None,
         prompt: EncodedSample,
         answer: SampledAnswer,
-        *,
         image_ids: frozenset[int],
     ) -> "AnswerRow":
         """Return the row of an answer; a token that stands for an image ends it.
@@ -254,23 +253,21 @@ def read_answer(saved: Mapping[str, Any]) -> tuple[SampledAnswer, list[float]]:
     return answer, list(map(float, saved["old"].split()))
 
 
-def rows_in(batch: MicroBatch, made: Sequence[AnswerRow]) -> list[AnswerRow]:
-    """Return the answers of a micro-batch that has just been collated, in their order."""
-    return [made[number] for number in batch[_numbers(batch)].tolist()]
-
-
 def _numbers(batch: MicroBatch) -> str:
     return "loss_rows" if "loss_rows" in batch else "loss_packed_rows"
 
 
-def _begins(batch: MicroBatch) -> Iterator[tuple[int, int]]:
-    """Yield (row, first token) of each answer with its prompt."""
+def placed(batch: MicroBatch, made: Sequence[AnswerRow]) -> list[tuple[AnswerRow, int, int]]:
+    """Return (answer, row, first token) of each answer in a micro-batch as it was collated."""
+    answers = [made[number] for number in batch[_numbers(batch)].tolist()]
     if "sample_ids" not in batch:
-        yield from ((row, 0) for row in range(len(batch["labels"])))
-        return
-    for row, samples_T in enumerate(batch["sample_ids"]):
-        for number in range(int(samples_T.max()) + 1):
-            yield row, int((samples_T == number).nonzero()[0])
+        return [(one, row, 0) for row, one in enumerate(answers)]
+    places = [
+        (row, int((samples_T == number).nonzero()[0]))
+        for row, samples_T in enumerate(batch["sample_ids"])
+        for number in range(int(samples_T.max()) + 1)
+    ]
+    return [(one, *place) for one, place in zip(answers, places, strict=True)]
 
 
 @dataclass
@@ -469,7 +466,7 @@ class Rollouts:
             sampling = options.sampling(options.sampling_temperature)
             answers, judging = self._answers_to(prompts, seeds, sampling, lot_size)
         made = [
-            AnswerRow.of(row, prompt, answer, image_ids=self._image_ids)
+            AnswerRow.of(row, prompt, answer, self._image_ids)
             for (row, _, prompt), group in zip(rows, answers, strict=True)
             for answer in group
         ]
@@ -481,7 +478,7 @@ class Rollouts:
             # log-probabilities by a training pass of the weights that drew them, on all ranks
             for batch, log_probs_BT in zip(batches, self._log_probs(batches, "old") or ()):
                 log_probs_BT = log_probs_BT.cpu()
-                for one, (row, start) in zip(rows_in(batch, made), _begins(batch), strict=True):
+                for one, row, start in placed(batch, made):
                     one.old = log_probs_BT[row, one.predicted(start)].tolist()
             olds = self.answers.shared([one.old for one in made], stage=-1)
             for one, old in zip(made, olds, strict=True):
@@ -558,17 +555,17 @@ class Rollouts:
 
     def _with_rewards(self, batch: MicroBatch, made: Sequence[AnswerRow]) -> MicroBatch:
         """Return a micro-batch with all that the loss needs of each answer."""
-        answers = rows_in(batch, made)
-        rows = [-1 if one.row is None else one.row for one in answers]
+        answers = placed(batch, made)
+        rows = [-1 if one.row is None else one.row for one, *_ in answers]
         columns = {
             _numbers(batch): torch.tensor(rows, dtype=torch.long),
-            ADVANTAGES: torch.tensor([one.advantage for one in answers]),
-            IS_LEARNT: torch.tensor([one.is_learnt for one in answers], dtype=torch.bool),
-            IS_COUNTED: torch.tensor([one.is_counted for one in answers], dtype=torch.bool),
+            ADVANTAGES: torch.tensor([one.advantage for one, *_ in answers]),
+            IS_LEARNT: torch.tensor([one.is_learnt for one, *_ in answers], dtype=torch.bool),
+            IS_COUNTED: torch.tensor([one.is_counted for one, *_ in answers], dtype=torch.bool),
         }
         if self.options.ahead:
             columns[OLD] = torch.zeros(batch["labels"].shape)
-            for one, (row, start) in zip(answers, _begins(batch), strict=True):
+            for one, row, start in answers:
                 columns[OLD][row, one.predicted(start)] = torch.tensor(one.old)
         return {**batch, **columns}
 
@@ -656,8 +653,7 @@ class Rollouts:
         for batch in batches:
             labels_BT = batch["labels"] = batch["labels"].clone()
             sampled_BT, places_BT = torch.zeros(labels_BT.shape), torch.full_like(labels_BT, -1)
-            answers = zip(rows_in(batch, made), _begins(batch), strict=True)
-            for number, (one, (row, start)) in enumerate(answers):
+            for number, (one, row, start) in enumerate(placed(batch, made)):
                 places_BT[row, start : start + len(one.encoded.rows[0])] = number
                 if one.replaced is not None:
                     labels_BT[row, start + one.replaced[0]] = one.replaced[1]
