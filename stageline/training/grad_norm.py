@@ -127,15 +127,12 @@ def gather_owners(ownership: Ownership, stage_of: Mapping[str, int]) -> list[Own
     Args:
         stage_of: name -> stage, of this rank's parameters.
     """
-    own = [(name, stage_of[name]) for name in ownership.counted]
-    gathered: list[list[tuple[str, int]]] = [[] for _ in ownership.model_order]
+    own = [Owner(name, ownership.rank, stage_of[name]) for name in ownership.counted]
+    gathered: list[list[Owner]] = [[] for _ in ownership.model_order]
     dist.all_gather_object(gathered, own, group=ownership.group)
-    by_place = {
-        place: Owner(name, rank, stage)
-        for rank, places in enumerate(ownership.model_order)
-        for place, (name, stage) in zip(places, gathered[rank], strict=True)
-    }
-    return [by_place[place] for place in range(len(by_place))]
+    placed = zip(ownership.model_order, gathered, strict=True)
+    pairs = [pair for places, owners in placed for pair in zip(places, owners, strict=True)]
+    return [owner for _, owner in sorted(pairs)]
 
 
 def gather_norms(

@@ -1,8 +1,4 @@
-"""Score answers with a model: a sequence classifier of transformers with one label, on one device.
-
-It reads texts with its own chat template and tokenizer, so it need not be of the family of the
-model that answered.
-"""
+"""Score answers with a model of any family: a sequence classifier with one label, on one device."""
 
 import functools
 import sys

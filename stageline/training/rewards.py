@@ -76,15 +76,14 @@ class Judging:
 
     Attributes:
         num_late: parts that exceeded the timeout: their answers get no reward from them.
-        seconds: of the slowest part.
-        seconds_waited: for them, in `result`.
+        seconds, seconds_waited: of the slowest part, and for all of them in `result`.
     """
 
     def __init__(
         self, parts: Sequence[Reward], timeout: float = 0.0, *, behind: "Judging | None" = None
     ) -> None:
         self.timeout, self._behind = timeout, behind
-        before = [None for _ in parts] if behind is None else [w.is_over for w in behind._works]
+        before = [work.is_over for work in behind._works] if behind else [None] * len(parts)
         self._works = [_Work(*pair) for pair in zip(parts, before, strict=True)]
         self._answers: tuple[list[str], list[str], list[Mapping[str, Any]]] = ([], [], [])
         self._found: torch.Tensor | None = None
@@ -236,8 +235,7 @@ def advantages(rewards_PG: torch.Tensor, kind: Advantage) -> torch.Tensor:
     An answer without a reward (NaN) is in no mean and no deviation; its advantage is 0.
 
     Args:
-        rewards_PG: of all prompts of the step, of all replicas: "batch" divides by the spread of
-            all of them.
+        rewards_PG: of all prompts of the step, of all replicas.
         kind: group: less the mean of its group, by the group's deviation (arXiv 2402.03300);
             group_no_std: only less the mean (2503.20783); batch: by the deviation of all rewards;
             rloo: less the mean of the others (2402.14740).

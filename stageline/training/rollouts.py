@@ -440,11 +440,7 @@ class Rollouts:
                 step += 1
 
     def _drawn(self, rows: Sequence[PromptRow], step: int, *, staleness: int = 0) -> Drawn:
-        """Draw the answers of a step, or read those of the checkpoint; rewards begin.
-
-        Args:
-            staleness: optimizer steps until they are used.
-        """
+        """Draw the answers of a step, or read those of the checkpoint; rewards begin."""
         options, prompts = self.options, [prompt for *_, prompt in rows]
         size, lot_size = options.group_size, options.prompts_together
         count = len(rows) * size  # answers of this replica
@@ -509,11 +505,10 @@ class Rollouts:
         def judge(first: int, lot: Sequence[Sequence[SampledAnswer]]) -> None:
             asked, said, samples = [], [], []
             for prompt, group in zip(prompts[first : first + len(lot)], lot, strict=True):
-                text = self._text(prompt)
+                asked += [self._text(prompt)] * len(group)
+                said += [answer.text for answer in group]
                 for answer in group:
                     facts = {"num_tokens": len(answer.token_ids), "is_cut": answer.is_cut}
-                    asked.append(text)
-                    said.append(answer.text)
                     samples.append({**prompt.sample, **facts, "images": prompt.images})
             if judging is not None:
                 judging.add(asked, said, samples)
@@ -716,12 +711,7 @@ class Rollouts:
         figures = {"reward": total_N.nanmean().item()}
         for one, values_N in zip(self.rewards.parts, all_RN, strict=True):
             figures[f"reward_{one.key}"] = values_N.nanmean().item()
-        return EvalResult(
-            loss=None,
-            token_accuracy=None,
-            num_targets=sum(count for _, count in told),
-            figures=figures,
-        )
+        return EvalResult(None, None, sum(count for _, count in told), figures=figures)
 
 
 def _plain(value: float) -> float | None:

@@ -46,7 +46,7 @@ class StepRecord(StepResult):
         seconds: from the batch to the updated weights.
         peak_memory_bytes: of each rank of the pipeline, or of each device of a single process.
         part_rates: part of the model -> its learning rate, of those that have one of their own.
-        wait_share: of the seconds since the last line on the screen, those before batches came.
+        wait_share: of the seconds since the last line, those before batches came.
         bubble: idle share of the time of all ranks; None: not measured.
     """
 
@@ -131,8 +131,7 @@ class RunLog:
     """The log of a run in its folder and on the screen; a context manager.
 
     Args:
-        folder: is made; gets log.jsonl, run.log, tensorboard/ and loss.png. An existing log is
-            continued.
+        folder: gets log.jsonl, run.log, tensorboard/ and loss.png. An existing log is continued.
         context: where this rank stands; None: it is the only one.
         start_step: steps done before; events and curves beyond it are replaced.
         log_steps: steps between two records; the first and the last step always have one.
@@ -312,15 +311,9 @@ class RunLog:
         assert self.context is not None
         if not self._peaks or step % MEMORY_EVERY == 0:  # the first of a resumed run, too
             self._peaks = gather_peaks(self.context.devices, group=self.context.pp_group)
-        record = StepRecord(
-            **vars(result),
-            step=step,
-            seconds=seconds,
-            peak_memory_bytes=tuple(self._peaks),
-            part_rates={p: result.learning_rate * scale for p, scale in self.lr_scales.items()},
-            bubble=bubble,
-        )
-        self.log_step(record)
+        rates = {part: result.learning_rate * scale for part, scale in self.lr_scales.items()}
+        given = {"peak_memory_bytes": tuple(self._peaks), "part_rates": rates, "bubble": bubble}
+        self.log_step(StepRecord(**vars(result), step=step, seconds=seconds, **given))
 
     def evaluated(
         self,
@@ -331,11 +324,7 @@ class RunLog:
         processor: Any,
         is_best: bool = False,
     ) -> None:
-        """Log an evaluation: figures, curve, and samples with their predictions.
-
-        Args:
-            is_best: the weights are kept as the best so far.
-        """
+        """Log an evaluation: figures, curve, and samples with their predictions."""
         figures: dict[str, float | bool] = {**result.named(), "num_targets": result.num_targets}
         self.log_eval(step, figures | ({"is_best": True} if is_best else {}))
         shown = [f"{name} {value:.4f}" for name, value in result.named().items()]
@@ -367,12 +356,7 @@ class RunLog:
         measured: Sequence[TimelineEvent],
         ideal: Sequence[TimelineEvent] | None = None,
     ) -> None:
-        """Draw the timed step; a later one replaces it.
-
-        Args:
-            measured: of all ranks.
-            ideal: a simulation with the measured mean times.
-        """
+        """Draw the timed step of all ranks, and what the mean times would ideally give."""
         if not self.is_main or not measured:
             return
         from stageline.plotting.figures import plot_timeline

@@ -252,12 +252,10 @@ class TrainStep:
     """Runs optimizer steps.
 
     Args:
-        runner: the pipeline of this rank's stage.
         make_optimizer: gets this stage's {name: parameter to update}; returns the optimizer, or
             None where nothing trains.
         learning_rate: step -> rate; the first step is 0.
         max_grad_norm: clip to this norm; 0 does not clip.
-        scaler: loss scaling for fp16.
         timeline: times the passes of some steps.
         replicas: copies of the pipeline that share each step; None: there is one.
         skips: decides which steps change no weight, and counts them.
@@ -284,9 +282,11 @@ class TrainStep:
         self.loss_fn, self.part = loss_fn, LossPart.of(loss_fn)
         self.learning_rate, self.max_grad_norm = learning_rate, max_grad_norm
         self.scaler = scaler or LossScaler(enabled=False)
-        self.timeline = timeline
-        self.replicas = replicas or Replicas()
-        self.skips = skips or Skips()
+        self.timeline, self.replicas, self.skips = (
+            timeline,
+            replicas or Replicas(),
+            skips or Skips(),
+        )
         self.shared_figures = SharedFigures(
             runner.group, replicas=self.replicas, device=runner.device
         )
@@ -304,12 +304,10 @@ class TrainStep:
                 "every parameter of every stage is frozen. Drop one of `frozen_vit`, `frozen_llm` "
                 "and the like, or add LoRA (`llm_lora_num` 1)."
             )
-        stage_of = {
-            name: model.stage
-            for model in reversed(runner.local.models)  # a shared weight belongs to the first
-            for name, _ in model.named_parameters()
-            if name in trainable
-        }
+        stage_of: dict[str, int] = {}
+        for model in runner.local.models:  # a shared weight belongs to the first
+            for name, _ in model.named_parameters():
+                stage_of.setdefault(name, model.stage)
         self.owners = gather_owners(self.ownership, stage_of)
         self._stages_told: set[int] = set()
 

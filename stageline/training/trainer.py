@@ -28,12 +28,7 @@ from stageline.errors import NonFiniteError, spelled
 from stageline.pipeline.recorder import bubble
 from stageline.pipeline.runner import MicroBatch
 from stageline.terminal import terminal
-from stageline.training.evaluation import (
-    BestCheckpoint,
-    EarlyStop,
-    evaluate,
-    figure_of,
-)
+from stageline.training.evaluation import BestCheckpoint, EarlyStop, evaluate, figure_of
 from stageline.training.memory import MemoryAccount
 from stageline.training.nonfinite import Skips
 from stageline.training.precision import LossScaler, MasterWeights
@@ -55,20 +50,7 @@ LONGEST_SAVE = timedelta(hours=2)  # a rank waits at most this long for others t
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """The settings of the loop.
-
-    Attributes:
-        resume: "auto", the path of a checkpoint, or None.
-        dp_shard: replicas share weights and optimizer state.
-        max_grad_norm: clip to this norm; 0 = off.
-        max_skipped, spike_sigma, spike_action: see `Skips`.
-        timeline_step: step whose passes are drawn; 0 = none.
-        eval_steps, save_steps: steps between evaluations and checkpoints; 0 = only at the end.
-        patience, stop_metric, stop_delta: see `EarlyStop`.
-        save_best: held-out figure whose best weights are kept; "none" = off.
-        keep_last: checkpoints that stay; 0 = all.
-        sync_save: write checkpoints before training continues.
-    """
+    """The settings of the loop, named as the options that set them (docs/options.md)."""
 
     output_dir: str
     resume: str | None
@@ -230,9 +212,7 @@ class Trainer:
             lr_scales=parts.lr_scales,
             tracker=parts.make_tracker(folder, self.start_step) if context.is_main else None,
         )
-        self.early_stop = EarlyStop(
-            config.patience, metric=config.stop_metric, delta=config.stop_delta
-        )
+        self.early_stop = EarlyStop(config.patience, config.stop_metric, config.stop_delta)
         self.is_evaluated = False  # after `start_step`
         if point is not None and is_known:  # the checkpoint may be of a run in another folder
             earlier = self.report.evaluations(point.folder.parent.parent)
@@ -246,23 +226,22 @@ class Trainer:
             Where it comes from; None: the loss needs none.
         """
         runner, rollouts = self.runner, self.rollouts
+        if rollouts is not None:  # they ask it themselves
+            if rollouts.start_mode is not None:
+                why = rollouts.start_reason
+                terminal.say(f"reference of the loss: {rollouts.start_mode} ({why})")
+            return rollouts.start_mode
         plain = Reference(runner, loss=self.loss_fn, replicas=self.replicas)
         self.train_step.prepare = self.prepare_held_out = plain
-        if rollouts is not None:  # they ask it themselves
-            mode, why = rollouts.start_mode, rollouts.start_reason
-        elif not plain.needs_reference:
+        if not plain.needs_reference:
             return None
-        else:
-            mode, why = choose_mode(
-                self.config.reference,
-                runner,
-                has_columns=not plain.needs_kl and not COLUMNS.isdisjoint(self.data.train[0][1]),
-                begun_as=begun_as,
-            )
-        if mode is not None:
-            terminal.say(f"reference of the loss: {mode} ({why})")
-        if rollouts is not None:
-            return mode
+        mode, why = choose_mode(
+            self.config.reference,
+            runner,
+            has_columns=not plain.needs_kl and not COLUMNS.isdisjoint(self.data.train[0][1]),
+            begun_as=begun_as,
+        )
+        terminal.say(f"reference of the loss: {mode} ({why})")
         prepared = []
         for name, dataset in (("train", self.data.train), ("test", self.data.test)):
             source: Any = functools.partial(from_columns, runner) if mode == "columns" else None
