@@ -254,10 +254,7 @@ class BestCheckpoint:
 class EarlyStop:
     """A count of evaluations without improvement; the same on all ranks, as the figures are.
 
-    Args:
-        patience: evaluations in a row that end the run; 0 = off.
-        metric: name of the figure in the log.
-        delta: an improvement is more than this.
+    `patience` of them in a row end the run (0 = off); an improvement is more than `delta`.
     """
 
     patience: int

@@ -37,8 +37,7 @@ class Ownership:
         order: list[str],
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
+        self.group, self.rank = group, dist.get_rank(group)
         names: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
         dist.all_gather_object(names, list(named_parameters), group=group)
         self.names_by_rank = names
@@ -187,10 +186,3 @@ def stages_without_gradient(norms: Sequence[float], owners: Sequence[Owner]) -> 
         is_larger = not norm <= highest.get(owner.stage, 0.0)  # nan too
         highest[owner.stage] = norm if is_larger else highest.get(owner.stage, 0.0)
     return sorted(stage for stage, norm in highest.items() if norm == 0.0)
-
-
-def clip_gradients(
-    parameters: dict[str, nn.Parameter], *, max_norm: float, total_norm: torch.Tensor
-) -> None:
-    """Scale all gradients so that their norm is at most `max_norm`."""
-    nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, total_norm)

@@ -135,10 +135,6 @@ class _Watch(Recorder):
             order = -stage if is_backward else stage
             self.found.setdefault((is_backward, stage), (is_backward, order, number, what))
 
-    @contextmanager
-    def wait(self, action: Action) -> Iterator[None]:
-        yield
-
 
 def _name_batches(numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> str:
     """Return "micro-batches 1, 3 (rows 7, 9, 21)"."""
@@ -173,6 +169,14 @@ class Skips:
 
     Args:
         max_in_a_row: skipped steps in a row that end a run; 1: the first one does.
+        spike_sigma: a loss this many standard deviations above the mean of the last finite ones is
+            a spike; 0: off.
+
+    Attributes:
+        losses: the last finite ones, spikes included: a level that lasts soon stops being a spike.
+    """
+
+    max_in_a_row: skipped steps in a row that end a run; 1: the first one does.
         spike_sigma: a loss this many standard deviations above the mean of the last
             `SPIKE_WINDOW` finite ones is a spike; 0: off.
         spike_action: whether a step with a spike is skipped or only reported.

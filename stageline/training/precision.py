@@ -18,13 +18,8 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 class MasterWeights:
     """The parameters that an optimizer sees, by name: masters of half ones, the others themselves.
 
-    Of a parameter that is shared out among replicas it sees this rank's share, a plain tensor.
-
-    Args:
-        named_parameters: the trainable parameters of a stage.
-
-    Attributes:
-        shares: names of those of which this rank has a share.
+    Of a parameter that is shared out among replicas it sees this rank's share, a plain tensor;
+    `shares` has the names of those.
     """
 
     def __init__(self, named_parameters: dict[str, nn.Parameter]) -> None:

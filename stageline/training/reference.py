@@ -6,7 +6,7 @@ known then, compares with a copy of the start weights on the host (`FrozenCopy`)
 
 The rank of the last stage adds `loss_reference` [rows] to each micro-batch and, where the loss asks
 for it, `loss_kl`: the mean log-ratio of model and reference over prompts with the answers of other
-rows (`loss_kl_*` of the micro-batches), of the whole step and all replicas, and at least 0.
+rows, of the whole step and all replicas, and at least 0.
 """
 
 import hashlib

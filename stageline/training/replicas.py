@@ -26,12 +26,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Replicas:
-    """The ranks that hold the same stages.
+    """The ranks of `group` that hold the same stages, in order; None: there is one replica.
 
     What they exchange besides gradients is on the host, which so waits for no device.
-
-    Args:
-        group: these ranks in order; None: there is one replica.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

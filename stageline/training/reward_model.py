@@ -167,16 +167,13 @@ class RewardModel:
             answered["answer"] = completion
         turns = turns_of(answered, prompt, system=None, for_generation=False)
         if not images:  # a place for one may be in a message
-            turns = [
-                replace(turn, pieces=tuple(one for one in turn.pieces if not one.is_image))
-                for turn in turns
-            ]
+            texts = [tuple(one for one in turn.pieces if not one.is_image) for turn in turns]
+            turns = [replace(turn, pieces=own) for turn, own in zip(turns, texts, strict=True)]
         try:
             rendered = render_chat(turns, self.processor, tools=tools_of(sample))
         except UserError as error:  # a run must not end for what one answer says
             return error
         if images:
             rendered = place_image_text(rendered, plain_image_text(self.processor))
-        return encode_sample(
-            replace(rendered, name=name), images, processor=self.processor, name=name
-        )
+        rendered = replace(rendered, name=name)
+        return encode_sample(rendered, images, processor=self.processor, name=name)

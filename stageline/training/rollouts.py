@@ -291,16 +291,10 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions:
-    """Options of drawing and using answers, named as on the command line.
+    """Options of drawing and using answers, named as those that set them (docs/options.md).
 
     Attributes:
-        inner_steps: optimizer steps on the same answers.
-        mask_truncated_completions: answers without an end are not in the loss.
-        drop_equal_groups: groups of one reward do not count.
-        prompts_together: prompts whose answers are drawn together.
-        ahead: 1: answers are drawn before the last step on those before, by its weights.
         row_capacity: tokens of a row that holds several answers; None: it holds one.
-        keep_samples: steps between two whose answers are saved; 0 = off.
     """
 
     seed: int

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from stageline import progress
 from stageline.data.batches.batch import count_samples
@@ -25,7 +26,6 @@ from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.training.grad_norm import (
     Ownership,
-    clip_gradients,
     gather_norms,
     gather_owners,
     stages_without_gradient,
@@ -267,7 +267,7 @@ class TrainStep:
         self,
         runner: PipelineRunner,
         *,
-        make_optimizer: Callable[[dict[str, torch.nn.Parameter]], torch.optim.Optimizer | None],
+        make_optimizer: Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer | None],
         loss_fn: Callable[..., Any],
         learning_rate: Callable[[int], float],
         max_grad_norm: float = 1.0,
@@ -276,7 +276,7 @@ class TrainStep:
         replicas: Replicas | None = None,
         skips: Skips | None = None,
         prepare: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = list,
-        make_weights: Callable[[dict[str, torch.nn.Parameter]], MasterWeights] = MasterWeights,
+        make_weights: Callable[[dict[str, nn.Parameter]], MasterWeights] = MasterWeights,
     ) -> None:
         self.runner, self.prepare = runner, prepare
         self.loss_fn, self.part = loss_fn, LossPart.of(loss_fn)
@@ -409,7 +409,7 @@ class TrainStep:
                 )
             with progress.doing("optimizer"):
                 if self.max_grad_norm > 0:
-                    clip_gradients(parameters, max_norm=self.max_grad_norm, total_norm=norm)
+                    nn.utils.clip_grads_with_norm_(parameters.values(), self.max_grad_norm, norm)
                 if self.optimizer is not None:
                     set_learning_rate(self.optimizer.param_groups, rate)
                     self.weights.update(self.optimizer.step)

@@ -1,7 +1,4 @@
-"""The timeline of one optimizer step: the times of all ranks' passes, as a trace.
-
-`stageline/plotting/figures.py` draws it.
-"""
+"""The timeline of one optimizer step, as a trace; `stageline/plotting/figures.py` draws it."""
 
 import json
 from collections import defaultdict
@@ -32,9 +29,7 @@ class StepTimeline:
     """A record of step `step` (from 0; below 0: none) and every tenth one."""
 
     def __init__(self, runner: PipelineRunner, *, step: int) -> None:
-        self.runner = runner
-        self.step = step
-        self._num_micro_batches = 0
+        self.runner, self.step, self._num_micro_batches = runner, step, 0
         self._recorder = Recorder(runner.device, rank=runner.pp_rank)
 
     def is_timed(self, step: int) -> bool:
