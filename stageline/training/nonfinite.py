@@ -176,15 +176,6 @@ class Skips:
         losses: the last finite ones, spikes included: a level that lasts soon stops being a spike.
     """
 
-    max_in_a_row: skipped steps in a row that end a run; 1: the first one does.
-        spike_sigma: a loss this many standard deviations above the mean of the last
-            `SPIKE_WINDOW` finite ones is a spike; 0: off.
-        spike_action: whether a step with a spike is skipped or only reported.
-
-    Attributes:
-        losses: the last finite ones, spikes included: a level that lasts soon stops being a spike.
-    """
-
     max_in_a_row: int = 20
     spike_sigma: float = 0.0
     spike_action: Literal["warn", "skip"] = "warn"
