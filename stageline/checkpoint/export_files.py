@@ -171,18 +171,12 @@ def copy_side_files(source: Path, draft: Path, *, with_code: bool) -> None:
 
 
 CONFIG, LOG, CURVE = "config.yaml", "log.jsonl", "loss.png"
-KEYS = (
-    *("train-model", "dataset", "prompt", "prompt-fn", "image-token", "collate-fn", "loss-fn"),
-    *("optimizer", "lr-scheduler", "engine"),
-)
 Kind = Literal["model", "adapter", "merged"]
 _WHAT = {
     "model": "Weights of a whole model",
     "adapter": "A LoRA adapter for `peft`",
     "merged": "A whole model, with its LoRA adapter added to the weights",
 }
-# options that tell of a machine or of files, not of the training
-_NOT_SHOWN = ("model-path", "config-path", "processor-path", "dataset-path", "output-dir", "import")
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -321,8 +315,10 @@ def model_card(
         " ".join(summary) + "\n",
         "\n".join(["## How to load it\n", "```python", *code, "```\n"]),
         _figures(run),
-        _training(run),
     ]
+    if options:
+        told = f"The run as a command, of all its options:\n\n```bash\n{run.command()}\n```\n"
+        sections.append(f"## Training\n\n{told}")
     versions = run.manifest.get("versions") or {}
     if told := ", ".join(f"{package} {value}" for package, value in versions.items()):
         sections.append(f"## Versions\n\nTrained with {told}.\n")
@@ -360,16 +356,3 @@ def _figure(record: dict[str, Any], name: str) -> str:
     value = record.get(name)
     is_number = isinstance(value, int | float) and math.isfinite(value)
     return f"{value:.4g}" if is_number else ""
-
-
-def _training(run: RunFacts) -> str:
-    known = {name: value for name, value in run.options.items() if value is not None}
-    if not known:
-        return ""
-    shown = [
-        (n, f"`{v}`" if n in KEYS else str(v)) for n, v in known.items() if n not in _NOT_SHOWN
-    ]
-    command = f"The run as a command, of all its options:\n\n```bash\n{run.command()}\n```\n"
-    return "\n".join(
-        ["## Training\n", markdown_table([("option", "value"), *shown], num_texts=2), "", command]
-    )
