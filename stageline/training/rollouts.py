@@ -327,16 +327,14 @@ class Rollouts:
         prompts: gives the prompts of each step: lists of `PromptRow`.
         collate: makes a micro-batch of encoded samples, on this rank.
         facts: what the stages need of each micro-batch on the host.
-        start_step: optimizer steps done.
-        end_step: optimizer steps after which no answers are wanted.
+        start_step, end_step: optimizer steps done, and after which no answers are wanted.
         saved: facts of the checkpoint that the run continues.
         start_stage: builds a stage of the start model again; needed after `start_step`.
         on_samples: gets the answers of a step on the main rank: (step, records).
 
     Attributes:
         figures: of the answers of the last step; the same on all ranks.
-        seconds: of the last step, by what they went to.
-        busy_seconds: of the last step before its passes began.
+        seconds, busy_seconds: of the last step, by what they went to, and before its passes began.
         is_last: new answers are drawn after the running step.
 
     Raises:

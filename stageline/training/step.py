@@ -116,14 +116,13 @@ def check_agreement(
         return
     described = []  # shapes, types and checksums of each micro-batch
     for batch in micro_batches:
-        values = {name: batch[name].cpu().contiguous() for name in SHARED if name in batch}
-        sums = [zlib.crc32(v.flatten().view(torch.uint8).numpy().data) for v in values.values()]
-        described.append(
-            " ".join(
-                f"{name} {tuple(value.shape)} {str(value.dtype)[6:]} (contents {checksum:08x})"
-                for (name, value), checksum in zip(values.items(), sums, strict=True)
-            )
-        )
+        words = []
+        for name in (one for one in SHARED if one in batch):
+            value = batch[name].cpu().contiguous()
+            checksum = zlib.crc32(value.flatten().view(torch.uint8).numpy().data)
+            kind = str(value.dtype).removeprefix("torch.")
+            words.append(f"{name} {tuple(value.shape)} {kind} (contents {checksum:08x})")
+        described.append(" ".join(words))
     # on the CPU where the group can: no wait for an accelerator
     has_gloo = "cpu" in str(dist.get_backend_config(group))
     device = "cpu" if has_gloo else torch.accelerator.current_accelerator()
