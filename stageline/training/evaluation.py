@@ -68,7 +68,6 @@ def evaluate(
         batches: lists of micro-batches of this replica; rows without a label weigh nothing.
             `loss_rows` [B] has the row of the dataset; without it they come in its order.
         loss_fn: a loss_fn part, or a `ChunkedLoss` where the last stage gives hidden states.
-        step: optimizer steps done, for a loss that depends on it.
         keep: rows whose predicted tokens are returned; of a row that comes twice, the first.
         prepare: adds to the micro-batches what the loss needs besides, on all ranks.
 

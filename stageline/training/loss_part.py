@@ -169,10 +169,10 @@ class LossPart:
 def innermost(loss_fn: Callable[..., Any]) -> Any:
     """Return the part itself, without partials and wrappers around it."""
     part: Any = loss_fn
-    while (is_partial := isinstance(part, functools.partial)) or (
-        not inspect.isroutine(part) and hasattr(part, "loss_fn")
+    while isinstance(part, functools.partial) or (
+        hasattr(part, "loss_fn") and not inspect.isroutine(part)
     ):
-        part = part.func if is_partial else part.loss_fn
+        part = part.func if isinstance(part, functools.partial) else part.loss_fn
     return part
 
 

@@ -4,6 +4,7 @@ import re
 import resource
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,7 +91,7 @@ class MemoryAccount:
         weights = [weight for stage in step.runner.local for weight in stage.parameters()]
         weights += step.weights.parameters.values()
         states = [] if step.optimizer is None else step.optimizer.state.values()
-        held = {
+        held: dict[str, list[Any]] = {
             "weights": weights,
             "gradients": [weight.grad for weight in weights],
             "optimizer state": [value for state in states for value in state.values()],

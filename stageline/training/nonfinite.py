@@ -39,7 +39,6 @@ def find_non_finite(
     """Name micro-batch, rows, stage and parameter of a bad step; all ranks call this together.
 
     Args:
-        problem: what is known already.
         losses: of the micro-batches, in the order of `runner.loss_order`; empty but on the last
             stage.
         norms, owners: of the gradients of all trained parameters, in one order.

@@ -77,7 +77,7 @@ class Reference:
                     found = log_probs_of(self.runner, [*batches, *mixed])
             policies = log_probs_of(self.runner, mixed)
         added: dict[str, torch.Tensor] = {}
-        if self.needs_kl:  # of the whole step
+        if self.needs_kl:  # its mean is over the whole step
             sums = [torch.zeros((), dtype=torch.float64, device=self.runner.device)]
             # rows that only fill up an evaluation have lost their labels, but only in `batches`
             is_there = [row_lengths(batch["labels"]) > 0 for batch in batches]

@@ -189,11 +189,11 @@ class ShardedReplicas(Replicas):
         self._trained: list[nn.Parameter] = []
         for model in self.models:
             names = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
-            for module in sharded_modules(model):
-                module.unshard()
+            for sharded in sharded_modules(model):
+                sharded.unshard()
             named = dict(model.named_parameters())
-            for module in sharded_modules(model):
-                module.reshard()
+            for sharded in sharded_modules(model):
+                sharded.reshard()
             self._trained += [named[name] for name in names if named[name].requires_grad]
         self._touched: set[nn.Parameter] = set()
         for parameter in self._trained:

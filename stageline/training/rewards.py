@@ -84,7 +84,7 @@ class Judging:
     ) -> None:
         self.timeout, self._behind = timeout, behind
         before = [work.is_over for work in behind._works] if behind else [None] * len(parts)
-        self._works = [_Work(*pair) for pair in zip(parts, before, strict=True)]
+        self._works: list[_Work] = [_Work(*pair) for pair in zip(parts, before, strict=True)]
         self._answers: tuple[list[str], list[str], list[Mapping[str, Any]]] = ([], [], [])
         self._found: torch.Tensor | None = None
         self._is_whole = False
@@ -92,8 +92,10 @@ class Judging:
 
     def add(self, prompts: Sequence[str], completions: Sequence[str], samples: Samples) -> None:
         """Hand over a lot of answers."""
-        for known, new in zip(self._answers, (prompts, completions, samples), strict=True):
-            known.extend(new)
+        known_prompts, known_completions, known_samples = self._answers
+        known_prompts += prompts
+        known_completions += completions
+        known_samples += samples
         for work in self._works:
             if work.reward.takes_lots:
                 work.asked.put((prompts, completions, samples))

@@ -275,8 +275,7 @@ class Drawn:
     """The answers to the prompts of a step; the same on all ranks of a pipeline.
 
     Attributes:
-        rows: P prompts.
-        made: rows of the step, the G of a prompt side by side.
+        rows, made: P prompts; rows of the step, the G of a prompt side by side.
         batches: of these rows, without what rewards decide.
         judging: their rewards, on the first rank.
         staleness: optimizer steps from the weights that drew them to those that they train.
@@ -628,7 +627,7 @@ class Rollouts:
             "is_sorted": self.options.is_sorted,
             "facts": self.facts,
         }
-        kind = StepMaker
+        kind: type[StepMaker | PackedStepMaker] = StepMaker
         if self.options.row_capacity is not None:
             kind = PackedStepMaker
             options["capacity"] = self.options.row_capacity

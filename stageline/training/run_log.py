@@ -312,8 +312,9 @@ class RunLog:
         if not self._peaks or step % MEMORY_EVERY == 0:  # the first of a resumed run, too
             self._peaks = gather_peaks(self.context.devices, group=self.context.pp_group)
         rates = {part: result.learning_rate * scale for part, scale in self.lr_scales.items()}
-        given = {"peak_memory_bytes": tuple(self._peaks), "part_rates": rates, "bubble": bubble}
-        self.log_step(StepRecord(**vars(result), step=step, seconds=seconds, **given))
+        given: dict[str, Any] = {"step": step, "seconds": seconds, "bubble": bubble}
+        given |= {"peak_memory_bytes": tuple(self._peaks), "part_rates": rates, **vars(result)}
+        self.log_step(StepRecord(**given))
 
     def evaluated(
         self,
