@@ -323,8 +323,8 @@ class TrainingParts:
         # the same passes in the same order, to the bit
         is_alike = {saved.get("engine"), now["engine"]} <= {"pipeline", "torch"}
         # whole weights need a base only for a reference model; one at random has no files
-        needs_start = self.samples_answers and plan.run.rollouts.kl_beta
-        has_start = plan.run.model_path and saved.get("model-path")
+        needs_start = bool(self.samples_answers and plan.run.rollouts.kl_beta)
+        has_start = bool(plan.run.model_path and saved.get("model-path"))
         has_start = has_start and (needs_start or point.base is not None)
         check_same_run(
             {**newer_options(plan.run, now), **saved},

@@ -294,12 +294,6 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
-def connect_store(timeout: timedelta) -> dist.TCPStore:
-    """A connection of its own to the store of the run: another thread may wait in the group's."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, wait_for_workers=False, timeout=timeout)
-
-
 _BEHIND = 1000  # steps; none is loaded so late
 
 
@@ -320,7 +314,11 @@ class LargestOfReplicas:
 
     def __call__(self, step: int, number: int) -> int:
         if self._store is None or self._store[0] != os.getpid():  # forked
-            self._store = os.getpid(), connect_store(timedelta(seconds=self._seconds))
+            # of its own: another thread may wait in the group's
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            limit = timedelta(seconds=self._seconds)
+            made = dist.TCPStore(address, port, wait_for_workers=False, timeout=limit)
+            self._store = os.getpid(), made
         store = self._store[1]
         store.set(self._key(step, self._rank), str(number))
         store.delete_key(self._key(step - _BEHIND, self._rank))
