@@ -9,7 +9,6 @@ for it, `loss_kl`: the mean log-ratio of model and reference over prompts with t
 rows, of the whole step and all replicas, and at least 0.
 """
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ from stageline import progress
 from stageline.data.batches.batch import READ_OFF_IDS
 from stageline.device import is_accelerator
 from stageline.errors import UserError
-from stageline.hub import name_of
 from stageline.modules.lora import adapters_off, begun_adapters, trained_besides
 from stageline.modules.losses import KL, PAIRS, REFERENCE, row_lengths, row_log_probs
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
@@ -189,7 +187,6 @@ def choose_mode(
 # answer of another row.
 
 NOTE_EVERY = 100  # batches
-_SAMPLED = 1 << 16  # bytes of each end of a file of weights that its fingerprint is made of
 
 
 @dataclass(frozen=True)
@@ -281,21 +278,6 @@ def reference_table(
             )
         _write(path, values, key)
     return FromTable(values)
-
-
-def weights_fingerprint(folder: Path) -> str:
-    """Tell files of weights apart by names, sizes and ends; reads no more of them."""
-    if (name := name_of(folder)) is not None:  # a commit on a hub, of which some files are here
-        return str(name)
-    told = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
-        size = path.stat().st_size
-        told.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            for start in (0, size // 2, max(size - _SAMPLED, 0)):
-                file.seek(start)
-                told.update(file.read(_SAMPLED))
-    return told.hexdigest()
 
 
 def _read(path: Path, key: str) -> torch.Tensor | None:
