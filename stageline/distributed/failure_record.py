@@ -185,8 +185,10 @@ def record_of(error: BaseException, *, is_secondary: bool = False) -> FailureRec
     if code == CRASH and not hasattr(cause, "exit_code"):
         message = f"{_first_line(cause)}{raised_at(cause)}{_during()}"
     elif code == MemoryFull.exit_code and is_out_of_memory(cause):
-        asked = _ASKED.search(str(cause))
-        more = f"; {asked[1]} {asked[2]} more were asked for" if asked else ""
+        more = ""
+        if asked := _ASKED.search(str(cause)):
+            count = int(float(asked[1]) * 1024 ** "bkmgt".index(asked[2][0].lower()))
+            more = f"; {count / 2**30:.2f} GiB more ({count} bytes) were asked for"
         try:
             filled = _Run.describe_memory() if _Run.describe_memory else ""
         except Exception as failed:  # the report of a failure must not fail
