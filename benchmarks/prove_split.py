@@ -143,7 +143,7 @@ def measure(name: str) -> dict[str, float]:
     import transformers
 
     from register import import_shelf, train_model_register
-    from stageline.checkpoint.layout import Ranks
+    from stageline.distributed.ranks import Ranks
     from stageline.verify.scaled_copy import ScaledCopy, verify
     from stageline.verify.training import training
 

@@ -23,12 +23,12 @@ from options.parts import chosen_part
 from stageline.checkpoint.adapter import config_folder, find_base, processor_folder, refuse_two_ways
 from stageline.checkpoint.adapter_start import attach_beside
 from stageline.checkpoint.files import ADAPTER_CONFIG
-from stageline.checkpoint.layout import Ranks
 from stageline.data.text.chat_template import template_of
 from stageline.data.text.processor import get_tokenizer, load_processor
 from stageline.device import available_memory
 from stageline.distributed.failure import name_stages
 from stageline.distributed.process_group import distributed_context, wait_for_weights
+from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.hub import title_of
 from stageline.inference.decoding.chain import Chain, LocalChain, RankChain, follow, make_wire

@@ -95,8 +95,9 @@ def make_stages(
 
     from stageline.checkpoint.adapter import config_folder
     from stageline.checkpoint.files import ADAPTER_CONFIG
-    from stageline.checkpoint.layout import MANIFEST, Ranks
+    from stageline.checkpoint.layout import MANIFEST
     from stageline.checkpoint.plain_model import is_scored
+    from stageline.distributed.ranks import Ranks
     from stageline.model_folder import load_config
     from stageline.modules.stage_names import check_names, names_of_stage
 

@@ -129,8 +129,8 @@ def read_run(folder: Path, metric: str = "loss") -> dict[str, Any] | None:
 
     None: the folder is of no training run.
     """
+    from stageline.checkpoint.resume import is_claimed
     from stageline.training.evaluation import is_better
-    from stageline.training.resume import is_claimed
 
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from parse_args import Arguments
-    from stageline.checkpoint.layout import Ranks
+    from stageline.distributed.ranks import Ranks
     from stageline.verify.scaled_copy import VerifyMode
 
 AnyArguments = TypeVar("AnyArguments", bound="Arguments")
@@ -178,7 +178,7 @@ class StageBuilder:
 
     def check_fit(self) -> None:
         """Compare weights in a folder with the model of the options; read none of them."""
-        from stageline.checkpoint.layout import Ranks
+        from stageline.distributed.ranks import Ranks
 
         if self.checkpoint_path is not None:
             stages, ranks = range(self.num_stages), Ranks(0, 1, None)

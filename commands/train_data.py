@@ -22,7 +22,7 @@ from options.parts import ChosenPart, takes
 from options.train import RunConfig, check_groups, check_warmup
 from parse_args import TrainArguments
 from stageline.checkpoint.adapter import base_of, num_rows_on_disk, rows_of_adapter
-from stageline.checkpoint.files import find_checkpoint
+from stageline.checkpoint.files import find_checkpoint, weights_fingerprint
 from stageline.data.batches.collate import encode_sft
 from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
@@ -56,7 +56,6 @@ from stageline.errors import DataError, UserError
 from stageline.model_folder import files_fingerprint, load_config
 from stageline.modules.new_rows import NewRows, vocab_size_of
 from stageline.pipeline.schedules import Schedule
-from stageline.training.reference import weights_fingerprint
 
 
 def mixture_of(run: RunConfig, part: ChosenPart) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from options.model import learning_rate_scales, method_arguments
 from options.parts import ChosenPart, takes
 from options.train import RunConfig, attention_arguments, check_attention_device, on_resume
 from parse_args import TrainArguments, save_config
-from stageline.checkpoint.layout import Ranks
+from stageline.checkpoint.resume import ResumePoint, check_same_run
 from stageline.contracts import call, check_call
 from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
@@ -45,6 +45,7 @@ from stageline.data.images.tiling import Tiling
 from stageline.data.rows.readers import data_fingerprint
 from stageline.data.text.processor import get_tokenizer, num_token_ids
 from stageline.distributed.process_group import DistributedContext, wait_for_weights
+from stageline.distributed.ranks import Ranks
 from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
 from stageline.inference.decoding.chain import make_wire
 from stageline.inference.generation import stop_ids_of
@@ -60,7 +61,6 @@ from stageline.planner.planner import Planner, place_together
 from stageline.seeds import host_state_kept, seed_everything
 from stageline.stage import Stage
 from stageline.stages.packing import check_packing
-from stageline.training.answers import StageAnswers
 from stageline.training.loss_part import LossPart, StepLoss
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.part_checks import (
@@ -70,10 +70,8 @@ from stageline.training.part_checks import (
     check_sim_fn,
 )
 from stageline.training.replicas import Replicas
-from stageline.training.resume import ResumePoint, check_same_run
 from stageline.training.rewards import Reward, Rewards, try_rewards
-from stageline.training.rollouts import RolloutOptions, Rollouts
-from stageline.training.samples import SampleFile
+from stageline.training.rollouts import RolloutOptions, Rollouts, SampleFile, StageAnswers
 from stageline.training.trainer import TrainerConfig
 from stageline.verify.names import check_filled_stages
 
@@ -279,7 +277,7 @@ def make_prompts(
 
 
 class TrainingParts:
-    """Components of a run, for the trainer; see `stageline.training.trainer.Parts`."""
+    """Components of a run, for the trainer."""
 
     def __init__(
         self,
@@ -316,8 +314,10 @@ class TrainingParts:
         free = {"free", "length"} if is_longer else {"free"}
         # the same passes in the same order, to the bit
         is_alike = {saved.get("engine"), now["engine"]} <= {"pipeline", "torch"}
-        # whole weights need no base; a base that started at random has no files
-        has_start = point.base is not None and config.run.model_path and saved.get("model-path")
+        # whole weights need a base only for a reference model; one at random has no files
+        needs_start = bool(self.samples_answers and config.run.rollouts.kl_beta)
+        has_start = bool(config.run.model_path and saved.get("model-path"))
+        has_start = has_start and (needs_start or point.base is not None)
         check_same_run(
             {**newer_options(config.run, now), **saved},
             now,
@@ -463,10 +463,8 @@ class TrainingParts:
             facts=host_facts(runner),
             start_step=start_step,
             end_step=run.total_steps,
-            saved=facts.get("answers"),
+            saved=facts,
             start_stage=start_stage,
-            saved_start=facts.get("start"),
-            begun_as=facts.get("reference"),
             on_samples=samples,
         )
         held_out = None

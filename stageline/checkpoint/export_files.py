@@ -6,6 +6,7 @@ it. Paths keep their last two parts: a folder goes to other people.
 
 import json
 import math
+import operator
 import secrets
 import shlex
 import shutil
@@ -40,6 +41,7 @@ from stageline.checkpoint.layout import (
 from stageline.checkpoint.plain_model import CLASSIFIER, save_whole
 from stageline.errors import UserError
 from stageline.run_records import read_log
+from stageline.tables import markdown_table
 
 # files of tokenizers, processors and templates; those of a training run are not among them
 _COPIED = (
@@ -97,15 +99,9 @@ def publish_over(draft: Path, target: Path, *, facts: dict[str, object]) -> None
         return
     ready = target.with_name(draft_name(target))
     old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
-    try:
-        publish(draft, ready, facts=facts, known={})
-        target.rename(old)
-        ready.rename(target)
-    except BaseException:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        discard(ready)
-        raise
+    publish(draft, ready, facts=facts, known={})
+    target.rename(old)
+    ready.rename(target)
     fsync_path(target.parent)  # before the old one goes
     discard(old)
 
@@ -175,19 +171,12 @@ def copy_side_files(source: Path, draft: Path, *, with_code: bool) -> None:
 
 
 CONFIG, LOG, CURVE = "config.yaml", "log.jsonl", "loss.png"
-KEYS = (
-    *("train-model", "dataset", "prompt", "prompt-fn", "image-token", "collate-fn", "loss-fn"),
-    *("optimizer", "lr-scheduler", "engine"),
-)
-MAX_ROWS = 12  # rows of the table of losses, which stands where there is no plot
 Kind = Literal["model", "adapter", "merged"]
 _WHAT = {
     "model": "Weights of a whole model",
     "adapter": "A LoRA adapter for `peft`",
     "merged": "A whole model, with its LoRA adapter added to the weights",
 }
-# options that tell of a machine or of files, not of the training
-_NOT_SHOWN = ("model-path", "config-path", "processor-path", "dataset-path", "output-dir", "import")
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -326,8 +315,10 @@ def model_card(
         " ".join(summary) + "\n",
         "\n".join(["## How to load it\n", "```python", *code, "```\n"]),
         _figures(run),
-        _training(run),
     ]
+    if options:
+        told = f"The run as a command, of all its options:\n\n```bash\n{run.command()}\n```\n"
+        sections.append(f"## Training\n\n{told}")
     versions = run.manifest.get("versions") or {}
     if told := ", ".join(f"{package} {value}" for package, value in versions.items()):
         sections.append(f"## Versions\n\nTrained with {told}.\n")
@@ -335,16 +326,16 @@ def model_card(
 
 
 def _figures(run: RunFacts) -> str:
-    def best(name: str, choose: Callable[..., dict]) -> dict | None:
-        known = [record for record in run.evaluations if _figure(record, name)]
-        return choose(known, key=lambda record: record[name]) if known else None
-
     found = {
         "last training step": run.steps[-1] if run.steps else None,
         "last evaluation": run.evaluations[-1] if run.evaluations else None,
-        "lowest evaluation loss": best("loss", min),
-        "highest token accuracy": best("token_accuracy", max),
     }
+    for label, name, best in (
+        ("lowest evaluation loss", "loss", min),
+        ("highest token accuracy", "token_accuracy", max),
+    ):
+        known = [record for record in run.evaluations if _figure(record, name)]
+        found[label] = best(known, key=operator.itemgetter(name), default=None)
     rows = [
         (label, str(record["step"]), _figure(record, "loss"), _figure(record, "token_accuracy"))
         for label, record in found.items()
@@ -352,19 +343,11 @@ def _figures(run: RunFacts) -> str:
     ]
     if not rows:
         return ""
-    parts = ["## Figures\n", _table(("", "step", "loss", "token accuracy"), rows)]
+    parts = ["## Figures\n", markdown_table([("", "step", "loss", "token accuracy"), *rows]) + "\n"]
     if told := run.manifest.get("best"):
         parts.append(f"These are the weights of the best {told.get('metric')} so far.\n")
-    known = [record for record in run.steps if _figure(record, "loss")]
     if run.curve is not None:
         parts.append("![Loss of the run](loss.png)\n")
-    elif len(known) < 2:
-        parts.append("")
-    else:
-        count = min(MAX_ROWS, len(known))
-        chosen = [known[i * (len(known) - 1) // (count - 1)] for i in range(count)]
-        points = [(str(record["step"]), _figure(record, "loss")) for record in chosen]
-        parts.append(_table(("step", "training loss"), points))
     return "\n".join(parts)
 
 
@@ -373,33 +356,3 @@ def _figure(record: dict[str, Any], name: str) -> str:
     value = record.get(name)
     is_number = isinstance(value, int | float) and math.isfinite(value)
     return f"{value:.4g}" if is_number else ""
-
-
-def _training(run: RunFacts) -> str:
-    known = {name: value for name, value in run.options.items() if value is not None}
-    if not known:
-        return ""
-    lora = {}
-    for part in ("vit", "mlp", "llm"):
-        if known.get(f"{part}-lora-num"):
-            rank, alpha, target = (
-                known.get(f"parts.{part}.lora_{name}", known.get(f"lora.{name}"))
-                for name in ("rank", "alpha", "target")
-            )
-            layers = ", ".join(map(str, target)) if isinstance(target, list) else "all"
-            lora[part] = f"rank {rank}, alpha {alpha}, linear layers: {layers}"
-    shown = {name: str(value) for name, value in known.items() if name not in KEYS + _NOT_SHOWN}
-    tables = {
-        ("part", "key"): [(name, f"`{known[name]}`") for name in KEYS if name in known],
-        ("part", "LoRA"): list(lora.items()),
-        ("option", "value"): list(shown.items()),
-    }
-    parts = [_table(head, rows) for head, rows in tables.items() if rows]
-    command = f"The run as a command, of all its options:\n\n```bash\n{run.command()}\n```\n"
-    return "\n".join(["## Training\n", *parts, command])
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header)]
-    lines += [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"

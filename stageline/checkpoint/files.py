@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 # torch.save writes such files; they are never opened, as a pickle can run code
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _LFS = b"version https://git-lfs"
+_SAMPLED = 1 << 16  # bytes of each end of a file of weights that its fingerprint is made of
 
 
 def inside(folder: Path, name: object, *, told_by: Path, is_plain: bool = False) -> Path:
@@ -43,6 +45,21 @@ def inside(folder: Path, name: object, *, told_by: Path, is_plain: bool = False)
             "a source you do not know."
         )
     return folder / text
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Tell files of weights apart by names, sizes and ends; reads no more of them."""
+    if (name := name_of(folder)) is not None:  # a commit on a hub, of which some files are here
+        return str(name)
+    told = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
+        size = path.stat().st_size
+        told.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for start in (0, size // 2, max(size - _SAMPLED, 0)):
+                file.seek(start)
+                told.update(file.read(_SAMPLED))
+    return told.hexdigest()
 
 
 def find_checkpoint(checkpoint_path: str | Path) -> Path:

@@ -172,18 +172,20 @@ def _group_extras(
     extras: dict[int, dict[str, Any]] = {}
     for parameter, now in group_values(optimizer).items():
         then = begun.get(parameter, {})
-        changed = {k: v for k, v in now.items() if k not in then or not _is_same(v, then[k])}
+        changed = {}
+        for key, value in now.items():
+            old = then.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor):
+                is_same = torch.equal(value, old)
+            else:
+                is_same = type(value) is type(old) and bool(value == old)
+            if key not in then or not is_same:
+                changed[key] = value
         for key, value in changed.items():
             if value is not None and not isinstance(value, bool | int | float | str):
                 raise _cannot_save(optimizer, key, f"{type(value).__name__} of a group")
         extras[parameter] = changed
     return extras
-
-
-def _is_same(value: object, other: object) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(value, other)
-    return type(value) is type(other) and bool(value == other)
 
 
 STATE_FOLDER = "training_state"

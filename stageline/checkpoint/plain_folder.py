@@ -33,7 +33,7 @@ from stageline.checkpoint.export_files import (
     write_adapter,
     write_model,
 )
-from stageline.checkpoint.files import ADAPTER_CONFIG, weight_files
+from stageline.checkpoint.files import ADAPTER_CONFIG, weight_files, weights_fingerprint
 from stageline.checkpoint.init import round_weights
 from stageline.checkpoint.layout import MANIFEST, discard, draft_name, read_manifest, verify
 from stageline.checkpoint.plain_model import CLASSIFIER, adapter_dtype, is_scored, load_plain
@@ -42,7 +42,7 @@ from stageline.data.text.processor import get_pad_token_id
 from stageline.data.text.tokenizers import processor_of_weights
 from stageline.errors import StorageError, UserError
 from stageline.hub import name_of
-from stageline.model_folder import load_config
+from stageline.model_folder import files_fingerprint, load_config
 from stageline.modules.lora import merge_lora
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -193,7 +193,6 @@ def export_folder(
 
 
 _KEY_LENGTH = 16
-_LEFT_OUT = (".md", ".log")  # change no answer
 
 
 def plain_folder(
@@ -244,9 +243,4 @@ def folder_facts(folder: Path) -> object:
         return read_manifest(folder)["sha256"]
     if name_of(folder) is not None:  # not all of it need be here yet
         return str(name_of(folder))
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    kept = [path for path in files if not path.name.endswith(_LEFT_OUT)]
-    return [
-        str(folder),
-        [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in kept],
-    ]
+    return [weights_fingerprint(folder), files_fingerprint(folder, answers=True)]

@@ -27,14 +27,7 @@ from stageline.checkpoint.adapter import (
     rows_share,
 )
 from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, write_tensors
-from stageline.checkpoint.layout import (
-    BASE_FOLDER,
-    Ranks,
-    base_sum,
-    draft_name,
-    publish,
-    refuse_existing,
-)
+from stageline.checkpoint.layout import BASE_FOLDER, base_sum, draft_name, publish, refuse_existing
 from stageline.checkpoint.plain_model import task_of
 from stageline.checkpoint.shards import (
     HostCopies,
@@ -50,6 +43,7 @@ from stageline.checkpoint.shards import (
     write_index,
     write_shard,
 )
+from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.hub import name_of
 from stageline.modules.lora import (
@@ -321,8 +315,7 @@ def finish_draft(
     known: Files,
 ) -> None:
     """Write the manifest when all ranks are done, and give the folder its name."""
-    packages = ("torch", "transformers", "safetensors")
-    versions = {name: importlib.metadata.version(name) for name in packages}
+    versions = {n: importlib.metadata.version(n) for n in ("torch", "transformers", "safetensors")}
 
     def finish() -> None:
         save_processor(processor, draft)
@@ -372,9 +365,7 @@ class WeightSaver:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         draft: Path | None = None,
     ) -> None:
-        self.stages = list(stages)
-        self.ranks = ranks
-        self.max_shard_bytes = max_shard_bytes
+        self.stages, self.ranks, self.max_shard_bytes = list(stages), ranks, max_shard_bytes
         self.is_adapter = any(ranks.gather(any(lora_stacks(stage) for stage in self.stages)))
         loaded = [getattr(stage, "loaded_from", None) for stage in self.stages]
         found = [path for paths in ranks.gather(loaded) for path in paths if path]
@@ -383,7 +374,12 @@ class WeightSaver:
         told = ranks.together(lambda: [names_of_stage(stage) for stage in self.stages], draft)
         named = [one for some in told for one in some]
         ranks.together(lambda: check_names(named) if named else None, draft)
-        self._claimed_names = self._claimed(_all_names, draft)
+
+        def all_names(stage: nn.Module) -> list[str]:
+            with unwrapped(stage):
+                return list(stage.state_dict())
+
+        self._claimed_names = self._claimed(all_names, draft)
         self._claimed_trained = self._claimed(trained_names, draft) if self.is_adapter else []
 
     def share(self, *, copies: HostCopies | None = None) -> WeightShare:
@@ -499,8 +495,3 @@ class WeightSaver:
                 stage.whole.generation_config.to_json_file(draft / GENERATION_CONFIG_NAME)
 
         self.ranks.on_first(merge, draft)
-
-
-def _all_names(stage: nn.Module) -> list[str]:
-    with unwrapped(stage):
-        return list(stage.state_dict())

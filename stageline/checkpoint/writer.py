@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stageline.checkpoint.init import check_finite
-from stageline.checkpoint.layout import BASE_FOLDER, Ranks, discard, draft_name, file_facts, verify
+from stageline.checkpoint.layout import BASE_FOLDER, discard, draft_name, file_facts, verify
 from stageline.checkpoint.optimizer_state import (
     STATE_FILE,
     STATE_FOLDER,
@@ -36,7 +36,8 @@ from stageline.checkpoint.save import (
     start_draft,
 )
 from stageline.checkpoint.shards import HostCopies, gathered
-from stageline.errors import CheckpointError, UserError, spelled
+from stageline.distributed.ranks import Ranks
+from stageline.errors import UserError, spelled
 from stageline.progress import doing
 from stageline.stage import Stage
 
@@ -45,10 +46,7 @@ Skipped = tuple[Path, str]
 
 
 def step_folders(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of all that is called a checkpoint, the newest first, by number.
-
-    Nothing is deleted under its own name: a folder that is called step-... is whole at any time.
-    """
+    """(step, path) of all that is called a checkpoint, and is whole then, the newest first."""
     if not folder.is_dir():
         return []
     found = [(match, path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
@@ -74,17 +72,6 @@ def skip_lines(found: Path | None, skipped: Sequence[Skipped]) -> list[str]:
     """A line for each checkpoint that was skipped, with what is used in its place."""
     use = f"; {found.name} is used in its place" if found else ""
     return [f"checkpoint {path.name} is skipped{use}: {reason}" for path, reason in skipped]
-
-
-def no_checkpoint_left(skipped: Sequence[Skipped]) -> CheckpointError:
-    """The error for a run whose checkpoints are all damaged."""
-    assert skipped, "a run without checkpoints starts from scratch"
-    folder = skipped[0][0].parent
-    reasons = "\n".join(f"  {path.name}: {reason}" for path, reason in skipped)
-    return CheckpointError(
-        f"none of the {len(skipped)} checkpoints in {folder} is whole. Give a checkpoint from "
-        f"elsewhere by its path, or choose another `output_dir` to start again.\n{reasons}"
-    )
 
 
 def step_name(step: int) -> str:
@@ -169,16 +156,12 @@ class CheckpointWriter:
     ) -> None:
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.stages = list(stages)
-        self.processor = processor
-        self.optimizer = optimizer
-        self.parameters = dict(parameters)
+        self.stages, self.processor = list(stages), processor
+        self.optimizer, self.parameters = optimizer, dict(parameters)
         self._begun = {} if optimizer is None else group_values(optimizer)
         self.rows = dict(rows)
-        self.dp_rank = dp_rank
         self.is_first = dp_rank == 0
-        self.keep = keep
-        self.waits = waits
+        self.keep, self.waits = keep, waits
         self.ranks = Ranks.of(group)
         self.saver = WeightSaver(self.stages if self.is_first else [], ranks=self.ranks)
         self.with_weights = with_weights or self.saver.is_adapter

@@ -101,7 +101,6 @@ def tell(record: FailureRecord) -> None:
 
 def _end(record: FailureRecord, *, patience: float = 0.0) -> NoReturn:
     """End the process at once, or after `patience` seconds in which an agent may end it."""
-    stop.hold_main_thread()
     stop.begin_to_end()
     with contextlib.suppress(ValueError):  # not in another thread
         # torchrun ends the ranks as soon as one is gone: first the report

@@ -10,7 +10,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -72,15 +72,6 @@ def is_lost_connection(error: BaseException) -> bool:
         or (isinstance(cause, RuntimeError) and _LOST_CONNECTION.search(str(cause)))
         for cause in chain(error)
     )
-
-
-def bytes_asked(error: BaseException) -> int | None:
-    """Return the bytes that failed to allocate, by the text of the error; None: it has none."""
-    found = _ASKED.search(str(error))
-    if found is None:
-        return None
-    unit = found[2].lower()
-    return int(float(found[1]) * 1024 ** ("bkmgt".index(unit[0])))
 
 
 MAX_TRACEBACK = 20_000  # characters, their end
@@ -149,13 +140,6 @@ class FailureRecord:
         return "\n".join(lines) + "\n"
 
 
-def read_record(told: Mapping[str, Any]) -> FailureRecord:
-    """Return a record from JSON; unknown fields are left out."""
-    known = {field.name for field in fields(FailureRecord)}
-    given = {name: value for name, value in told.items() if name in known}
-    return FailureRecord(**{**given, "stages": tuple(given.get("stages", ()))})
-
-
 def first_of(records: Sequence[FailureRecord]) -> FailureRecord:
     """The cause: the earliest one; of those that only follow from others none, if possible."""
     return min(records, key=lambda record: (record.is_secondary, record.time_ns))
@@ -201,8 +185,10 @@ def record_of(error: BaseException, *, is_secondary: bool = False) -> FailureRec
     if code == CRASH and not hasattr(cause, "exit_code"):
         message = f"{_first_line(cause)}{raised_at(cause)}{_during()}"
     elif code == MemoryFull.exit_code and is_out_of_memory(cause):
-        asked = bytes_asked(cause)
-        more = f"; {asked / 2**30:.2f} GiB more ({asked} bytes) were asked for" if asked else ""
+        more = ""
+        if asked := _ASKED.search(str(cause)):
+            count = int(float(asked[1]) * 1024 ** "bkmgt".index(asked[2][0].lower()))
+            more = f"; {count / 2**30:.2f} GiB more ({count} bytes) were asked for"
         try:
             filled = _Run.describe_memory() if _Run.describe_memory else ""
         except Exception as failed:  # the report of a failure must not fail
@@ -391,8 +377,8 @@ def is_first_to_report() -> bool:
 
 def read_error_files(folder: Path) -> dict[int, FailureRecord]:
     """Rank -> what it told the agent."""
-    told = [json.loads(file.read_text()) for file in folder.rglob("error.json")]
-    records = [read_record(one["record"]) for one in told]
+    told = [json.loads(file.read_text())["record"] for file in folder.rglob("error.json")]
+    records = [FailureRecord(**{**one, "stages": tuple(one["stages"])}) for one in told]
     return {record.rank: record for record in records}
 
 

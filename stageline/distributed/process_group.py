@@ -6,12 +6,10 @@ A single process gets a group of its own, so that one stage runs the same code a
 
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -27,58 +25,22 @@ from stageline.hub import name_of
 LONGEST_FETCH = timedelta(days=2)  # that ranks wait for one whose weights come from a hub
 
 
-def crossings(machine_of_rank: Sequence[int], *, num_ranks: int) -> list[tuple[int, int]]:
-    """Return the stage boundaries between two machines: (replica, pipeline rank before it)."""
-    return [
-        divmod(rank, num_ranks)
-        for rank, (here, there) in enumerate(pairwise(machine_of_rank))
-        if here != there and (rank + 1) % num_ranks
-    ]
-
-
 def explain_placement(machine_of_rank: Sequence[int], *, num_ranks: int) -> str:
-    """Describe the stage boundaries between machines, and the cure for needless ones.
+    """Name the pipelines that cross machines, where the network is slower.
 
     Args:
         machine_of_rank: the machine's number of each rank, in order of ranks.
     """
-    num_machines = len(set(machine_of_rank))
-    per_machine = max(machine_of_rank.count(machine) for machine in set(machine_of_rank))
-    num_replicas = len(machine_of_rank) // num_ranks
-    found = crossings(machine_of_rank, num_ranks=num_ranks)
-    text = (
-        f"{num_machines} machines, up to {per_machine} processes each; "
-        f"{_count(num_replicas, 'pipeline')} of {_count(num_ranks, 'rank')}"
-    )
-    if not found:
+    starts = range(0, len(machine_of_rank), num_ranks)
+    pipelines = [set(machine_of_rank[start : start + num_ranks]) for start in starts]
+    crossing = [str(replica) for replica, machines in enumerate(pipelines) if len(machines) > 1]
+    text = f"{len(set(machine_of_rank))} machines, {len(pipelines)} pipelines of {num_ranks} ranks"
+    if not crossing:
         return f"{text}: no pipeline crosses machines."
-    counts = Counter(replica for replica, _ in found)
-    least = -(-num_ranks // per_machine) - 1
-    needless = [replica for replica, count in sorted(counts.items()) if count > least]
-    shown = ", ".join(f"{rank}|{rank + 1}" for rank in sorted({rank for _, rank in found}))
-    text += f"; between machines: {_count(len(found), 'border')} (of ranks {shown})."
-    return f"{text}\n{_warn(needless, per_machine, num_ranks)}" if needless else text
-
-
-def _warn(needless: Sequence[int], per_machine: int, num_ranks: int) -> str:
-    """Return a warning with the launch options that avoid the crossings of these replicas."""
-    fitting = [n for n in range(1, per_machine + 1) if per_machine % n == 0]
-    if num_ranks <= per_machine:
-        whole = per_machine // num_ranks * num_ranks
-        cure = f"--nproc-per-node {whole}, or {' or '.join(map(str, fitting))} ranks a pipeline"
-    else:
-        above = -(-num_ranks // per_machine) * per_machine
-        cure = f"{above - per_machine} or {above} ranks a pipeline"
-    names = f"pipeline{'s' * (len(needless) > 1)} {', '.join(map(str, needless))}"
     return (
-        f"warning: {names} cross machines more often than {num_ranks} ranks need on "
-        f"{per_machine} processes each, and the network is slower than a machine. Better fitting: "
-        f"{cure} (`num_stages`)."
+        f"{text}: pipelines {', '.join(crossing)} cross machines, where the network is slower. "
+        "Stages that divide the processes of a machine evenly (`num_stages`) avoid that."
     )
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True)
@@ -332,12 +294,6 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
-def connect_store(timeout: timedelta) -> dist.TCPStore:
-    """A connection of its own to the store of the run: another thread may wait in the group's."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, wait_for_workers=False, timeout=timeout)
-
-
 _BEHIND = 1000  # steps; none is loaded so late
 
 
@@ -358,7 +314,11 @@ class LargestOfReplicas:
 
     def __call__(self, step: int, number: int) -> int:
         if self._store is None or self._store[0] != os.getpid():  # forked
-            self._store = os.getpid(), connect_store(timedelta(seconds=self._seconds))
+            # of its own: another thread may wait in the group's
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            limit = timedelta(seconds=self._seconds)
+            made = dist.TCPStore(address, port, wait_for_workers=False, timeout=limit)
+            self._store = os.getpid(), made
         store = self._store[1]
         store.set(self._key(step, self._rank), str(number))
         store.delete_key(self._key(step - _BEHIND, self._rank))

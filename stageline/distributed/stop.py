@@ -162,11 +162,6 @@ def settle(code: int) -> None:
     _ending.set()
 
 
-def hold_main_thread() -> None:
-    """No signal interrupts the main thread from here on: it is about to report."""
-    _stop.is_raised = True
-
-
 def begin_to_end() -> None:
     """Ignore signals from here on: this process reports, and ends."""
     _ending.set()

@@ -1,9 +1,8 @@
 """Evaluation inside training, through the same stages; the best checkpoint; early stopping."""
 
-import contextlib
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,16 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stageline.checkpoint.layout import Ranks, draft_name, fsync_path, read_manifest
+from stageline.checkpoint.layout import draft_name, fsync_path, read_manifest
 from stageline.checkpoint.writer import remove_checkpoint
 from stageline.data.batches.batch import IGNORE
+from stageline.distributed.ranks import Ranks
 from stageline.errors import DataError, UserError, spelled
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
-from stageline.training.agreement import check_agreement
 from stageline.training.loss_part import LossPart, Output, logits_of
 from stageline.training.replicas import Replicas
-from stageline.training.step import StepProgress
+from stageline.training.step import StepProgress, check_agreement
 
 
 @dataclass
@@ -29,13 +28,12 @@ class EvalResult:
     """Figures over the whole evaluation set.
 
     Attributes:
-        loss: the mean over supervised tokens; with several terms their sum, each divided by its own
+        loss: the mean over supervised tokens; of several terms the sum, each divided by its own
             count in the whole set. None for rewarded answers.
         token_accuracy: share of supervised tokens that greedy prediction hits, given the true
             tokens before them; None for a loss_fn part over scores.
         num_targets: supervised tokens.
-        predicted: token ids predicted at the supervised places, a list per row, of the first
-            `keep` rows of the dataset; empty for a row without any. On every rank.
+        predicted: token ids predicted at the supervised places of each of the first `keep` rows.
         figures: named figures of the loss_fn part besides its loss.
         perplexity: exp of the loss, where that is the mean cross-entropy of tokens.
     """
@@ -70,9 +68,7 @@ def evaluate(
         batches: lists of micro-batches of this replica; rows without a label weigh nothing.
             `loss_rows` [B] has the row of the dataset; without it they come in its order.
         loss_fn: a loss_fn part, or a `ChunkedLoss` where the last stage gives hidden states.
-        step: optimizer steps done, for a loss that depends on it.
         keep: rows whose predicted tokens are returned; of a row that comes twice, the first.
-        replicas: they share the rows out; figures are those of all.
         prepare: adds to the micro-batches what the loss needs besides, on all ranks.
 
     Raises:
@@ -83,7 +79,7 @@ def evaluate(
     if chunked is not None:
         part = part.over(chunked.loss_fn)
     hits, counts = 0, Counter(dict.fromkeys(part.counts, 0))
-    sums: dict[str, dict[str, float]] = {}  # metric -> count -> sum that is divided by it
+    sums: dict[tuple[str, str], float] = defaultdict(float)  # (figure, count that divides it)
     predicted: dict[int, list[int]] = {}  # by row of the dataset
     next_row = num_rows = 0  # next row of this replica, if rows have no number; rows of all
 
@@ -101,9 +97,8 @@ def evaluate(
             pieces = chunked.pieces(logits, batch)
         for logits, piece in pieces:
             for name, by_count in part.sums(logits, piece, step=step).items():
-                mine = sums.setdefault(name, dict.fromkeys(by_count, 0.0))
                 for count, value in by_count.items():
-                    mine[count] += value.item()
+                    sums[name, count] += value.item()
             found.append(logits[:, :-1].argmax(dim=-1))
         counts.update(part.count([batch]))
         if part.predicts_tokens:
@@ -123,9 +118,8 @@ def evaluate(
     shared = [hits, counts, sums, predicted]
     if runner.schedule.num_ranks > 1:
         dist.broadcast_object_list(shared, src=runner.last_stage_rank, group=runner.group)
-    told, totals = replicas.gather(shared), Counter[str]()
-    for _, own_counts, _, _ in told:
-        totals.update(own_counts)
+    told = replicas.gather(shared)
+    totals = {name: sum(own[name] for _, own, *_ in told) for name in part.counts}
     num_targets = totals["num_targets"]
     if num_targets == 0:
         raise DataError(
@@ -133,21 +127,15 @@ def evaluate(
             "`max_token_num`, or set `eval_samples` 0."
         )
     # each sum by the count that divides it
-    names = dict.fromkeys(name for _, _, own_sums, _ in told for name in own_sums)
-    means = {
-        name: sum(
-            sum(own_sums.get(name, {}).get(count, 0.0) for _, _, own_sums, _ in told)
-            / max(total, 1)
-            for count, total in totals.items()
-        )
-        for name in names
-    }
+    means: dict[str, float] = {}
+    for name in dict.fromkeys(name for _, _, own_sums, _ in told for name, _ in own_sums):
+        for count, total in totals.items():
+            part_sum = sum(own_sums.get((name, count), 0.0) for _, _, own_sums, _ in told)
+            means[name] = means.get(name, 0) + part_sum / max(total, 1)
     by_row = {row: ids for *_, rows in told for row, ids in rows.items()}
     loss, perplexity = means.pop("loss", 0.0), None
     if part.is_cross_entropy:
-        perplexity = math.inf
-        with contextlib.suppress(OverflowError):
-            perplexity = math.exp(loss)
+        perplexity = math.inf if loss > 700 else math.exp(loss)  # float64 ends there
     accuracy = sum(own_hits for own_hits, *_ in told) / num_targets
     return EvalResult(
         loss=loss,
@@ -195,7 +183,6 @@ class BestCheckpoint:
         folder: of the run's checkpoints.
         metric: name of the held-out figure that is compared; "none" keeps nothing.
         save: saves the weights as a new folder, `save(path, step=..., facts=...)`, on all ranks.
-        group: ranks that agree; None: all.
         start_step: steps done before; 0 for a new run.
     """
 
@@ -208,10 +195,8 @@ class BestCheckpoint:
         group: dist.ProcessGroup | None = None,
         start_step: int = 0,
     ) -> None:
-        self.folder = folder
-        self.metric = metric
-        self.save = save
-        self.ranks = Ranks.of(group)
+        self.folder, self.metric, self.save = folder, metric, save
+        self.link, self.ranks = folder / LINK, Ranks.of(group)
         self.value: float | None = None
         self.step: int | None = None
         self._kept: str | None = None  # name of the folder that this run may remove
@@ -220,18 +205,13 @@ class BestCheckpoint:
             if found is not None:
                 self.value, self.step, self._kept = found
 
-    @property
-    def link(self) -> Path:
-        return self.folder / LINK
-
     def improves(self, result: EvalResult) -> bool:
         """Whether it is better than all before."""
         if self.metric == "none" or result.num_targets == 0:
             return False
         value = figure_of(result, self.metric)
-        if self.value is None:
-            return math.isfinite(value)
-        return is_better(value, self.value, metric=self.metric)
+        best = self.value
+        return math.isfinite(value) if best is None else is_better(value, best, metric=self.metric)
 
     def keep(self, step: int, result: EvalResult) -> str:
         """Save the weights as the new best, then remove the old ones; return a line about it."""
@@ -255,10 +235,8 @@ class BestCheckpoint:
             )
         if not is_continued or not self.link.exists():
             return None
-        facts = read_manifest(self.link).get("best")
-        if not isinstance(facts, dict):
-            return None  # another program's: its figures are not known
-        # all figures are there: the run may be continued with another metric
+        # another program's has none; all figures are there: the metric may be another one now
+        facts = read_manifest(self.link).get("best") or {"figures": {}}
         value = facts["figures"].get(self.metric)
         return None if value is None else (value, facts["step"], os.readlink(self.link))
 
@@ -275,10 +253,7 @@ class BestCheckpoint:
 class EarlyStop:
     """A count of evaluations without improvement; the same on all ranks, as the figures are.
 
-    Args:
-        patience: evaluations in a row that end the run; 0 = off.
-        metric: name of the figure in the log.
-        delta: an improvement is more than this.
+    `patience` of them in a row end the run (0 = off); an improvement is more than `delta`.
     """
 
     patience: int
@@ -296,20 +271,16 @@ class EarlyStop:
         is_improved = math.isfinite(value)
         if self.best is not None:
             is_improved = is_better(value, self.best, metric=self.metric, by=self.delta)
+        self.count = 0 if is_improved else self.count + 1
         if is_improved:
-            self.best, self.best_step, self.count = value, step, 0
-        else:
-            self.count += 1
+            self.best, self.best_step = value, step
 
     def see_log(self, records: Iterable[Mapping[str, Any]], *, until: int) -> None:
         """Take the evaluations up to step `until` from the log of a run that is continued."""
-        by_step = {
-            record["step"]: record.get(self.metric)
-            for record in records
-            if record.get("kind") == "eval" and record["step"] <= until
-        }
+        by_step = {one["step"]: one.get(self.metric) for one in records if one["kind"] == "eval"}
         for step, value in sorted(by_step.items()):
-            self.see(step, math.nan if value is None else float(value))
+            if step <= until:
+                self.see(step, math.nan if value is None else float(value))
 
     def __str__(self) -> str:
         best = "none" if self.best is None else f"{self.best:.4f} at step {self.best_step}"

@@ -7,7 +7,7 @@ the unsplit model in the last bits.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,7 @@ class Ownership:
         order: list[str],
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
+        self.group, self.rank = group, dist.get_rank(group)
         names: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
         dist.all_gather_object(names, list(named_parameters), group=group)
         self.names_by_rank = names
@@ -56,40 +55,34 @@ class Ownership:
         modules: dict[str, int] = {}
         for index, name in enumerate(order):
             modules.setdefault(name.rpartition(".")[0], index)
-
-        def position(name: str) -> int:
-            if name in positions:
-                return positions[name]
-            # an adapter has the place of its layer
-            return modules.get(wrapped_module(name), len(order))
-
-        keys = [
-            (position(name), rank, index)
-            for rank, rank_names in enumerate(counted_by_rank)
-            for index, name in enumerate(rank_names)
-        ]
+        keys = []
+        for rank, rank_names in enumerate(counted_by_rank):
+            for index, name in enumerate(rank_names):
+                # an adapter has the place of its layer
+                place = modules.get(wrapped_module(name), len(order))
+                keys.append((positions.get(name, place), rank, index))
         places = {key[1:]: place for place, key in enumerate(sorted(keys))}
         self.model_order = [
             [places[rank, index] for index in range(len(rank_names))]
             for rank, rank_names in enumerate(counted_by_rank)
         ]
-        self._orders: dict[torch.device, list[torch.Tensor]] = {}
-        self._marks: dict[torch.device, tuple[Collection[str], torch.Tensor]] = {}
+        self._on_device: dict[Any, Any] = {}
 
     def order_on(self, device: torch.device) -> list[torch.Tensor]:
         """Return `model_order` as tensors on a device; sent there once."""
-        if device not in self._orders:
-            self._orders[device] = [
+        if device not in self._on_device:
+            self._on_device[device] = [
                 torch.tensor(places, dtype=torch.long, device=device) for places in self.model_order
             ]
-        return self._orders[device]
+        return self._on_device[device]
 
     def marks_on(self, device: torch.device, names: Collection[str]) -> torch.Tensor:
         """Return which of `counted` are among these names, on a device; sent there once."""
-        if device not in self._marks or self._marks[device][0] is not names:
-            found = torch.tensor([name in names for name in self.counted], device=device)
-            self._marks[device] = names, found
-        return self._marks[device][1]
+        key = device, frozenset(names)
+        if key not in self._on_device:
+            marks = [name in names for name in self.counted]
+            self._on_device[key] = torch.tensor(marks, device=device)
+        return self._on_device[key]
 
     def sum_tied_gradients(self, parameters: dict[str, nn.Parameter]) -> None:
         """Sum the gradients of tied weights over the stages that hold a copy."""
@@ -100,24 +93,20 @@ class Ownership:
             if parameter.numel() == 0:
                 continue  # a share of a weight with fewer rows than replicas; peers have the same
             own = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            received = self._exchange(own.contiguous(), [r for r in ranks if r != self.rank])
-            copies = {**received, self.rank: own}
+            own, ops = own.contiguous(), []
+            copies = {rank: torch.empty_like(own) for rank in ranks if rank != self.rank}
+            for peer, buffer in copies.items():
+                to = peer if self.group is None else dist.get_global_rank(self.group, peer)
+                ops.append(dist.P2POp(dist.isend, own, to, self.group))
+                ops.append(dist.P2POp(dist.irecv, buffer, to, self.group))
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            copies[self.rank] = own
             # in the order of the stages on every rank, so that the sums are equal to the bit
             total = copies[ranks[0]].clone()
             for rank in ranks[1:]:
                 total += copies[rank]
             parameter.grad = total
-
-    def _exchange(self, own: torch.Tensor, peers: list[int]) -> dict[int, torch.Tensor]:
-        received = {peer: torch.empty_like(own) for peer in peers}
-        ops = []
-        for peer, buffer in received.items():
-            global_peer = peer if self.group is None else dist.get_global_rank(self.group, peer)
-            ops.append(dist.P2POp(dist.isend, own, global_peer, self.group))
-            ops.append(dist.P2POp(dist.irecv, buffer, global_peer, self.group))
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        return received
 
 
 NO_GRADIENT = -1.0
@@ -137,15 +126,12 @@ def gather_owners(ownership: Ownership, stage_of: Mapping[str, int]) -> list[Own
     Args:
         stage_of: name -> stage, of this rank's parameters.
     """
-    own = [(name, stage_of[name]) for name in ownership.counted]
-    gathered: list[list[tuple[str, int]]] = [[] for _ in ownership.model_order]
+    own = [Owner(name, ownership.rank, stage_of[name]) for name in ownership.counted]
+    gathered: list[list[Owner]] = [[] for _ in ownership.model_order]
     dist.all_gather_object(gathered, own, group=ownership.group)
-    by_place = {
-        place: Owner(name, rank, stage)
-        for rank, places in enumerate(ownership.model_order)
-        for place, (name, stage) in zip(places, gathered[rank], strict=True)
-    }
-    return [by_place[place] for place in range(len(by_place))]
+    placed = zip(ownership.model_order, gathered, strict=True)
+    pairs = [pair for places, owners in placed for pair in zip(places, owners, strict=True)]
+    return [owner for _, owner in sorted(pairs)]
 
 
 def gather_norms(
@@ -200,10 +186,3 @@ def stages_without_gradient(norms: Sequence[float], owners: Sequence[Owner]) -> 
         is_larger = not norm <= highest.get(owner.stage, 0.0)  # nan too
         highest[owner.stage] = norm if is_larger else highest.get(owner.stage, 0.0)
     return sorted(stage for stage, norm in highest.items() if norm == 0.0)
-
-
-def clip_gradients(
-    parameters: dict[str, nn.Parameter], *, max_norm: float, total_norm: torch.Tensor
-) -> None:
-    """Scale all gradients so that their norm is at most `max_norm`."""
-    nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, total_norm)

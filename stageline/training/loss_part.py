@@ -55,10 +55,9 @@ class LossPart:
         loss_fn: the part, a partial of it, or an object with the part as `loss_fn`.
         counts: name -> function that counts in a micro-batch; `num_targets` is added in front.
         is_token_sum: the loss is the mean of token losses.
-        is_cross_entropy: it is the mean cross-entropy of tokens; exp of it is the perplexity.
+        is_cross_entropy: exp of the loss is the perplexity.
         predicts_tokens: it gets logits of the next token.
-        needs_reference: it needs `loss_reference` in each micro-batch.
-        needs_kl: it needs `loss_kl`, too.
+        needs_reference, needs_kl: it needs `loss_reference`, `loss_kl` in each micro-batch.
         weighs_by_itself: it need not add up over micro-batches.
 
     Raises:
@@ -82,7 +81,7 @@ class LossPart:
             parameters = list(inspect.signature(part).parameters.values())
         taken = {"**" if one.kind is one.VAR_KEYWORD else one.name for one in parameters}
         for name in self.counts:
-            if name in ("num_targets", "step") or not (name in taken or "**" in taken):
+            if name in ("num_targets", "step") or not taken & {name, "**"}:
                 raise UserError(
                     f"the loss {getattr(part, '__name__', type(part).__name__)!r} declares the "
                     f"count {name!r}, which must be an argument of its own. Correct its `counts` "
@@ -132,9 +131,8 @@ class LossPart:
         is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
         loss, figures = found if is_pair else (found, {})
         for name, value in {"": loss, **figures}.items():
-            if not (
-                isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
-            ):
+            is_tensor = isinstance(value, torch.Tensor)
+            if not (is_tensor and value.ndim == 0 and value.is_floating_point()):
                 raise broken(
                     "loss_fn",
                     innermost(self.loss_fn),
@@ -144,10 +142,8 @@ class LossPart:
                     "figures are a dict of such tensors",
                 )
         if taken := RESERVED.intersection(figures):
-            raise UserError(
-                f"the loss returned figures named {', '.join(sorted(taken))}, names that the log "
-                "has already. Rename them."
-            )
+            names = ", ".join(sorted(taken))
+            raise UserError(f"the loss returned figures named {names}, as in the log. Rename them.")
         return loss, {name: value.detach() for name, value in figures.items()}
 
     def sums(
@@ -173,13 +169,11 @@ class LossPart:
 def innermost(loss_fn: Callable[..., Any]) -> Any:
     """Return the part itself, without partials and wrappers around it."""
     part: Any = loss_fn
-    while True:
-        if isinstance(part, functools.partial):
-            part = part.func
-        elif not inspect.isroutine(part) and hasattr(part, "loss_fn"):
-            part = part.loss_fn
-        else:
-            return part
+    while isinstance(part, functools.partial) or (
+        hasattr(part, "loss_fn") and not inspect.isroutine(part)
+    ):
+        part = part.func if isinstance(part, functools.partial) else part.loss_fn
+    return part
 
 
 def count_targets(batch: MicroBatch) -> int:
@@ -202,15 +196,12 @@ class StepLoss:
     micro-batch; the step has the mean of them.
 
     Args:
-        num_targets: supervised tokens of the whole step.
-        counts: what else the part counts, of the whole step; default 1 each.
-        step: number of the optimizer step, from 0.
-        num_micro_batches: micro-batches of the whole step, over all replicas.
+        num_targets, counts: supervised tokens and what else the part counts, of the whole step.
+        num_micro_batches: of the whole step, over all replicas.
         scale: of fp16's loss scaling; in no figure.
 
     Attributes:
-        loss: the sum of what `loss_fn` returned, a scalar in float32.
-        figures: the sums of its named figures, in float32.
+        loss, figures: sums of what `loss_fn` returned, scalars in float32.
         extra_loss: the mean of the extra losses; 0 for models without.
         each: the loss of every micro-batch in the order of the calls, extra loss included.
     """
@@ -231,11 +222,8 @@ class StepLoss:
         self.totals = {
             name: torch.full((), float(count), device=device) for name, count in given.items()
         }
-        self.step = step
-        self.num_micro_batches = num_micro_batches
-        self.scale = scale
-        self.loss = torch.zeros((), device=device)
-        self.extra_loss = torch.zeros((), device=device)
+        self.step, self.num_micro_batches, self.scale = step, num_micro_batches, scale
+        self.loss, self.extra_loss = torch.zeros(2, device=device).unbind()
         self.figures: Figures = {}
         self.each: list[torch.Tensor] = []
 

@@ -2,8 +2,9 @@
 
 import re
 import resource
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,8 @@ def peak_memory(device: torch.device) -> int:
     """Return the most bytes that torch held on the device, or the peak resident set size."""
     if is_accelerator(device):
         return torch.get_device_module(device).max_memory_allocated(device)
-    peak = read_status("VmHWM")
-    if peak is not None:
-        return peak
-    # not the first choice, since it also counts the program that started this one
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # the second is not the first choice, since it also counts the program that started this one
+    return read_status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def read_status(name: str, path: Path = Path("/proc/self/status")) -> int | None:
@@ -35,11 +33,7 @@ def read_status(name: str, path: Path = Path("/proc/self/status")) -> int | None
 def gather_peaks(
     devices: Sequence[torch.device], *, group: dist.ProcessGroup | None = None
 ) -> list[int]:
-    """Return the peaks of all ranks of the group, or without one of this process.
-
-    Args:
-        devices: of this process, as many as of the others.
-    """
+    """Return the peaks of all ranks of the group, or without one of this process."""
     own = torch.tensor([peak_memory(device) for device in devices], dtype=torch.int64)
     if not dist.is_initialized():
         return own.tolist()
@@ -52,9 +46,8 @@ class MemoryAccount:
     """Account of the memory of this rank, for the report of a run that has none left.
 
     Args:
-        devices: those on which this process computes.
-        remedies: changes that the options of the run still allow, the best first.
-        answering: the same while its model generates.
+        remedies, answering: changes that the options still allow, the best first, and those while
+            the model generates.
 
     Attributes:
         train_step: set when it is there; before that only remedies are reported.
@@ -66,16 +59,14 @@ class MemoryAccount:
         remedies: Sequence[str],
         answering: Sequence[str] = (),
     ) -> None:
-        self.devices = devices
-        self.remedies, self.answering = list(remedies), list(answering)
+        self.devices, self.remedies, self.answering = devices, remedies, answering
         self.train_step: TrainStep | None = None
 
     def describe(self) -> str:
         """Return sentences with the shape of the micro-batch, what is in use, and remedies."""
-        told = []
-        index, shapes = progress.place().micro_batch, current_shapes()
-        if index is not None and index < len(shapes):
-            told.append(f"It has {shapes[index][0]} x {shapes[index][1]} tokens.")
+        told, place, shapes = [], progress.place(), current_shapes
+        if place.micro_batch is not None and place.micro_batch < len(shapes):
+            told.append("It has {} x {} tokens.".format(*shapes[place.micro_batch]))
         fullest, used, of = self.devices[0], read_status("VmRSS"), ""
         if is_accelerator(fullest):
             module = torch.get_device_module(fullest)
@@ -88,32 +79,29 @@ class MemoryAccount:
             listed = ", ".join(f"{name} {_gib(count)}" for name, count in parts.items())
             peak = _gib(peak_memory(fullest))
             told.append(f"In use: {_gib(used)}{of} ({listed}; the peak was {peak}).")
-        answers = progress.place().operation == "decoding"
-        if remedies := self.answering if answers else self.remedies:
+        if remedies := self.answering if place.operation == "decoding" else self.remedies:
             told.append(f"What helps: {'; '.join(remedies[:3])}.")
         return " ".join(told)
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes of weights, gradients and optimizer state."""
+        """Return the bytes of weights, gradients and optimizer state, shared memory once."""
         step = self.train_step
         if step is None:
             return {}
         weights = [weight for stage in step.runner.local for weight in stage.parameters()]
-        owned = list(step.weights.parameters.values())
+        weights += step.weights.parameters.values()
         states = [] if step.optimizer is None else step.optimizer.state.values()
-        state = [value for values in states for value in values.values()]
-        grads = [parameter.grad for parameter in (*weights, *owned)]
-        return {
-            "weights": _bytes([*weights, *owned]),
-            "gradients": _bytes(grad for grad in grads if grad is not None),
-            "optimizer state": _bytes(value for value in state if isinstance(value, torch.Tensor)),
+        held: dict[str, list[Any]] = {
+            "weights": weights,
+            "gradients": [weight.grad for weight in weights],
+            "optimizer state": [value for state in states for value in state.values()],
         }
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of this rank's part of each, shared memory once."""
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in local}.values())
+        found = {}
+        for name, values in held.items():
+            tensors = [one for one in values if isinstance(one, torch.Tensor)]
+            local = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+            found[name] = sum({one.data_ptr(): one.nbytes for one in local}.values())
+        return found
 
 
 def _gib(count: int) -> str:

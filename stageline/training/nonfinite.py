@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
@@ -33,16 +33,15 @@ def find_non_finite(
     norms: Sequence[float],
     owners: Sequence[Owner],
     run_again: Callable[[Recorder], object] | None,
-    gradients: dict[str, nn.Parameter],
+    gradients: Mapping[str, nn.Parameter],
     replicas: Replicas,
 ) -> tuple[str, tuple[int, ...]]:
     """Name micro-batch, rows, stage and parameter of a bad step; all ranks call this together.
 
     Args:
-        problem: what is known already.
         losses: of the micro-batches, in the order of `runner.loss_order`; empty but on the last
             stage.
-        owners: of all trained parameters, in the order of the norms.
+        norms, owners: of the gradients of all trained parameters, in one order.
         run_again: runs the passes of the step once more; None where that cannot be done.
         gradients: the parameters of this rank that get gradients.
 
@@ -50,44 +49,32 @@ def find_non_finite(
         Where it went wrong, and the dataset rows of the step, of all replicas; the same on all
         ranks.
     """
-    passes: list[_BadPass] = []
+    watch = _Watch(runner, gradients)
     if run_again is not None:
-        with _Watch(runner, gradients) as watch:
-            run_again(watch)
-        passes = watch.found
-    bad_losses = [
-        (number, str(loss.item()))
-        for number, loss in zip(runner.loss_order, losses, strict=False)
-        if not math.isfinite(loss.item())
-    ]
+        run_again(watch)
+    values = zip(runner.loss_order, (loss.item() for loss in losses), strict=False)
+    bad_losses = [(number, str(value)) for number, value in values if not math.isfinite(value)]
     gathered: list[Any] = [None] * runner.schedule.num_ranks
-    dist.all_gather_object(gathered, (bad_losses, passes), group=runner.group)
-    bad_losses = sorted(one for found, _ in gathered for one in found)
-    passes = [one for _, found in gathered for one in found]
+    dist.all_gather_object(gathered, (bad_losses, watch.found), group=runner.group)
     # dataset rows of each micro-batch, each once; -1 where they are not known
     names = ("loss_rows", "loss_packed_rows")
     own_rows = [
         list(dict.fromkeys(row for name in names if name in one for row in one[name].tolist()))
         for one in micro_batches
     ]
-    told = replicas.gather((own_rows, bad_losses, passes))
+    told = replicas.gather((own_rows, gathered))
 
     parts, first_passes = [], []
-    for replica, (rows, bad_losses, passes) in enumerate(told):
+    for replica, (rows, ranks) in enumerate(told):
         of = f" of replica {replica}" if len(told) > 1 else ""
-        if bad_losses:
+        if bad_losses := sorted(one for found, _ in ranks for one in found):
             where = _name_batches([number for number, _ in bad_losses], rows)
             parts.append(f"the loss is {bad_losses[0][1]} in {where}{of}")
-        if passes:
-            # a forward pass goes wrong at the first stage, a backward pass at the last
-            first = min(passes, key=lambda one: (one[0], -one[1] if one[0] else one[1]))
-            is_backward, stage, number, name = first
-            what = f"what {name or 'the stage'} returned"
-            what = f"the gradient of {name}" if is_backward else what
-            first_passes.append(
-                f"run again, {what} on stage {stage}{of} was first bad in "
-                f"{_name_batches([number], rows)}"
-            )
+        # a forward pass goes wrong at the first stage, a backward pass at the last
+        passes = sorted(one for _, found in ranks for one in found.values())
+        for _, _, number, what in passes[:1]:
+            where = _name_batches([number], rows)
+            first_passes.append(f"run again, {what}{of} was first bad in {where}")
     bad = [place for place, norm in enumerate(norms) if not math.isfinite(norm)]
     if not parts and bad:
         owner = owners[bad[-1]]  # backward comes to the model's last parameter first
@@ -99,85 +86,64 @@ def find_non_finite(
     parts = parts or [problem]
     if run_again is not None:
         parts += first_passes or ["run again, all was finite; if it recurs, test the machine"]
-    all_rows = (row for rows, *_ in told for batch_rows in rows for row in batch_rows)
+    all_rows = (row for rows, _ in told for batch_rows in rows for row in batch_rows)
     return "; ".join(parts), tuple(row for row in all_rows if row >= 0)
-
-
-_BadPass = tuple[bool, int, int, str]  # is backward, stage, micro-batch, parameter or module
 
 
 class _Watch(Recorder):
     """A recorder that checks module outputs, and gradients after each backward pass; slow.
 
     Attributes:
-        found: the first bad forward and the first bad backward pass of each stage of this rank.
+        found: the first bad forward and backward pass of each stage: (is backward, order of
+            stages, micro-batch, what was bad).
     """
 
-    def __init__(self, runner: PipelineRunner, gradients: dict[str, nn.Parameter]) -> None:
+    def __init__(self, runner: PipelineRunner, gradients: Mapping[str, nn.Parameter]) -> None:
         super().__init__(runner.device, rank=runner.pp_rank)
-        self.found: list[_BadPass] = []
-        self._models = {model.stage: model for model in runner.local}
-        self._gradients = gradients
-        self._action: Action | None = None
-        self._bad_module: str | None = None  # the first one of this pass
-
-    def __enter__(self) -> "_Watch":
-        self._hooks = [
-            module.register_forward_hook(functools.partial(self._look, name))
-            for model in self._models.values()
-            for name, module in model.named_modules()
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self.models = {model.stage: model for model in runner.local}
+        self.gradients = gradients
+        self.found: dict[tuple[bool, int], tuple[bool, int, int, str]] = {}
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
-        self._action, self._bad_module = action, None
+        stage, kind, number = action
+        model, is_backward = self.models[stage], kind != Kind.FORWARD
+        bad: list[str] = []  # modules in the order in which they ended
+
+        def look(module: nn.Module, _: Any, output: Any, *, name: str) -> None:
+            tensors = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
+            if not all(map(is_finite, tensors)):
+                bad.append(name)
+
+        hooks = [
+            module.register_forward_hook(functools.partial(look, name=name))
+            for name, module in (() if is_backward else model.named_modules())
+        ]
         yield
-        if action.kind == Kind.FORWARD:
-            return
-        names = [name for name, _ in self._models[action.stage].named_parameters()]
-        for name in reversed([name for name in names if name in self._gradients]):
-            grad = self._gradients[name].grad
-            if grad is not None and not is_finite(grad):
-                return self._note(True, name)
-
-    @contextmanager
-    def wait(self, action: Action) -> Iterator[None]:
-        yield
-
-    def _look(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
-        """Note a bad output if it leaves the stage, whose hook comes last: a mask may have inf."""
-        if self._action is None or self._action.kind != Kind.FORWARD:
-            return
-        tensors = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
-        if all(map(is_finite, tensors)):
-            return
-        if self._bad_module is None:
-            self._bad_module = name
-        if not name:
-            self._note(False, self._bad_module)
-
-    def _note(self, is_backward: bool, name: str) -> None:
-        assert self._action is not None
-        stage, _, number = self._action
-        if all(one[:2] != (is_backward, stage) for one in self.found):
-            self.found.append((is_backward, stage, number, name))
+        for hook in hooks:
+            hook.remove()
+        what = ""
+        if is_backward:
+            for name, _ in model.named_parameters():  # the last one that is bad comes first
+                grad = self.gradients[name].grad if name in self.gradients else None
+                if grad is not None and not is_finite(grad):
+                    what = f"the gradient of {name} on stage {stage}"
+        elif bad and not bad[-1]:  # it left the stage: a mask inside may have inf
+            what = f"what {bad[0] or 'the stage'} returned on stage {stage}"
+        if what:
+            order = -stage if is_backward else stage
+            self.found.setdefault((is_backward, stage), (is_backward, order, number, what))
 
 
 def _name_batches(numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> str:
     """Return "micro-batches 1, 3 (rows 7, 9, 21)"."""
     if len(numbers) == len(rows) > 1:
         return f"all {len(rows)} micro-batches"
-    cut = "..." if len(numbers) > MOST_NAMED else ""
-    shown = ", ".join(map(str, numbers[:MOST_NAMED])) + cut
-    named = f"micro-batch{'es' * (len(numbers) > 1)} {shown}"
+    shown = ", ".join(map(str, numbers[:MOST_NAMED])) + "..." * (len(numbers) > MOST_NAMED)
     known = [row for number in numbers for row in rows[number] if row >= 0]
     more = f" ... {len(known)} in all" if len(known) > MOST_NAMED else ""
-    return f"{named} (rows {', '.join(map(str, known[:MOST_NAMED]))}{more})" if known else named
+    where = f" (rows {', '.join(map(str, known[:MOST_NAMED]))}{more})" if known else ""
+    return f"micro-batch{'es' * (len(numbers) > 1)} {shown}{where}"
 
 
 SPIKE_WINDOW = 64
@@ -202,9 +168,8 @@ class Skips:
 
     Args:
         max_in_a_row: skipped steps in a row that end a run; 1: the first one does.
-        spike_sigma: a loss this many standard deviations above the mean of the last
-            `SPIKE_WINDOW` finite ones is a spike; 0: off.
-        spike_action: whether a step with a spike is skipped or only reported.
+        spike_sigma: a loss this many standard deviations above the mean of the last finite ones is
+            a spike; 0: off.
 
     Attributes:
         losses: the last finite ones, spikes included: a level that lasts soon stops being a spike.

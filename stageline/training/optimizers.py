@@ -14,13 +14,10 @@ def optimizer_groups(
     weight_decay: float,
     lr_scale_of: Callable[[str], float] = lambda name: 1.0,
 ) -> list[dict[str, object]]:
-    """Split parameters by decay and learning rate: matrices decay, norms and biases do not.
+    """Return groups for a torch optimizer: matrices decay, norms and biases do not.
 
     Args:
         lr_scale_of: a parameter's name -> multiple of the scheduled rate.
-
-    Returns:
-        Groups for a torch optimizer; the names stand in `param_names`. Empty groups are left out.
     """
     chosen: dict[tuple[bool, float], dict[str, nn.Parameter]] = {}
     for name, parameter in named_parameters.items():

@@ -22,24 +22,18 @@ def check_optimizer(
     optimizer: object, parameters: Mapping[str, nn.Parameter], *, part: object
 ) -> None:
     """Refuse what is not an optimizer over all of these named parameters."""
+    refused = functools.partial(broken, "optimizer", part)
     groups = getattr(optimizer, "param_groups", None)
     if not isinstance(groups, list):
-        raise broken(
-            "optimizer",
-            part,
+        raise refused(
             f"returned {shown(optimizer)}",
             why="An optimizer object is required",
             cure="return torch.optim.AdamW(param_groups, ...), or another one with param_groups",
         )
     taken = {id(one) for group in groups for one in group["params"]}
-    missing = [name for name, parameter in parameters.items() if id(parameter) not in taken]
-    if missing:
-        more = ", ..." if len(missing) > 6 else ""
-        raise broken(
-            "optimizer",
-            part,
-            f"leaves out {len(missing)} of {len(parameters)} parameters: "
-            f"{', '.join(missing[:6])}{more}",
+    if missing := [name for name, one in parameters.items() if id(one) not in taken]:
+        raise refused(
+            f"leaves out {len(missing)} of {len(parameters)} parameters, {missing[0]} first",
             why="They would never be trained",
             cure="pass it all of param_groups, or freeze these parts (`frozen_llm` and the like)",
         )
@@ -59,9 +53,8 @@ def check_learning_rate(rate_of: object, *, part: object) -> None:
 
 def check_sim_fn(sim_fn: Callable[..., torch.Tensor]) -> None:
     """Refuse what does not return one similarity for each pair of vectors."""
-    generator = torch.Generator().manual_seed(0)
-    a_NV, b_NV = torch.rand((2, 3, 8), generator=generator).softmax(dim=-1)
-    found = call("sim_fn", sim_fn, a_NV, b_NV)
+    vectors_NV = torch.arange(1.0, 25.0).view(3, 8).softmax(dim=-1)
+    found = call("sim_fn", sim_fn, vectors_NV, vectors_NV.flip(0))
     if not (isinstance(found, torch.Tensor) and found.shape == (3,)):
         raise broken(
             "sim_fn",
@@ -95,7 +88,6 @@ def check_loss(part: LossPart, batch: MicroBatch, *, vocab_size: int) -> str | N
     Raises:
         ContractError: with part, file and line.
     """
-
     refused = functools.partial(broken, "loss_fn", innermost(part.loss_fn))
     # random logits for a part of the tokens, few enough to be cheap
     width = vocab_size if part.predicts_tokens else 1
@@ -124,16 +116,14 @@ def check_loss(part: LossPart, batch: MicroBatch, *, vocab_size: int) -> str | N
             loss, figures = part(logits_BTV[rows].clone(), own, totals=totals, step=0)
         return {name: float(value.detach()) for name, value in {"loss": loss, **figures}.items()}
 
-    divide = (
-        f"sum over rows and tokens and divide once, by {' or '.join(part.counts)}; or register it "
-        "with weighs_by_itself=True, if it is meant to depend on how rows fall into micro-batches"
-    )
     try:
         found = value_of(example)
         if part.predicts_tokens:
-            others = [example["labels"].clone() for _ in range(2)]
-            others[0][:, 0], others[1][:, 0] = 0, 1
-            one, other = (value_of({**example, "labels": labels})["loss"] for labels in others)
+            first = torch.arange(example["labels"].shape[1]) == 0
+            one, other = (
+                value_of({**example, "labels": example["labels"].masked_fill(first, label)})["loss"]
+                for label in (0, 1)
+            )
             if abs(one - other) > 0:
                 raise refused(
                     "changes with the label of the first token",
@@ -143,28 +133,29 @@ def check_loss(part: LossPart, batch: MicroBatch, *, vocab_size: int) -> str | N
                 )
         if part.weighs_by_itself:
             return None
-        doubled, halves = value_of(example, count=2 * COUNT), []
+        doubled, halves = value_of(example, count=2 * COUNT), [found]
         # rows that have more than tokens (pairs, a reference) cannot be taken apart
         if num_rows % 2 == 0 and not any(name.startswith("loss_") for name in batch):
             middle = num_rows // 2
             halves = [value_of(example, rows=rows) for rows in (slice(middle), slice(middle, None))]
         for name, value in found.items():
-            what = "the loss" if name == "loss" else f"the figure {name!r}"
-            if _is_off(doubled[name], value / 2, value):
-                raise refused(
-                    f"gave {what} {value:.6g} with {', '.join(part.counts)} {COUNT:.0f}, and "
-                    f"{doubled[name]:.6g} with {2 * COUNT:.0f}",
-                    why="Half of it was expected, because the counts are those of the whole step",
-                    cure=divide,
-                )
             added = sum(half[name] for half in halves)
-            if halves and _is_off(added, value, value):
-                raise refused(
-                    f"gave {what} {value:.6g} for {num_rows} rows, and {added:.6g} for two halves "
-                    "of them added up",
-                    why="The same was expected, because micro-batches of a step are added up",
-                    cure=divide,
-                )
+            if abs(doubled[name] - value / 2) > TOLERANCE * max(abs(value), 1e-6):
+                came = f"{doubled[name]:.6g} with counts ({', '.join(part.counts)}) twice as large"
+                why = "Half of it was expected, because the counts are those of the whole step"
+            elif abs(added - value) > TOLERANCE * max(abs(value), 1e-6):
+                came = f"{added:.6g} for two halves of them added up"
+                why = "The same was expected, because micro-batches of a step are added up"
+            else:
+                continue
+            what = "the loss" if name == "loss" else f"the figure {name!r}"
+            raise refused(
+                f"gave {what} {value:.6g} for {num_rows} rows, and {came}",
+                why=why,
+                cure="sum over rows and tokens and divide once, by "
+                f"{' or '.join(part.counts)}; or register it with weighs_by_itself=True, if it is "
+                "meant to depend on how rows fall into micro-batches",
+            )
     except UserError:
         raise
     except Exception as error:
@@ -187,8 +178,3 @@ def check_loss(part: LossPart, batch: MicroBatch, *, vocab_size: int) -> str | N
             cure="correct that line",
         ) from error
     return None
-
-
-def _is_off(found: float, expected: float, scale: float) -> bool:
-    """Whether both differ by more than rounding; NaN is found in the step."""
-    return abs(found - expected) > TOLERANCE * max(abs(scale), 1e-6)

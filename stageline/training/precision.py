@@ -18,13 +18,8 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 class MasterWeights:
     """The parameters that an optimizer sees, by name: masters of half ones, the others themselves.
 
-    Of a parameter that is shared out among replicas it sees this rank's share, a plain tensor.
-
-    Args:
-        named_parameters: the trainable parameters of a stage.
-
-    Attributes:
-        shares: names of those of which this rank has a share.
+    Of a parameter that is shared out among replicas it sees this rank's share, a plain tensor;
+    `shares` has the names of those.
     """
 
     def __init__(self, named_parameters: dict[str, nn.Parameter]) -> None:
@@ -85,18 +80,11 @@ class LossScaler:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv 1710.03740).
 
     Whether a step overflowed is read from the global gradient norm, which every rank has: all
-    ranks skip the same steps and keep the same scale.
-
-    Args:
-        enabled: False makes the scale 1 for good.
+    ranks skip the same steps and keep the same scale. Not `enabled`, the scale is always 1.
     """
 
     def __init__(
-        self,
-        *,
-        enabled: bool,
-        initial_scale: float = 2.0**16,
-        growth_interval: int = 2000,
+        self, *, enabled: bool, initial_scale: float = 2.0**16, growth_interval: int = 2000
     ) -> None:
         self.enabled = enabled
         self.scale = initial_scale if enabled else 1.0
@@ -104,9 +92,7 @@ class LossScaler:
         self.good_steps = 0
 
     def unscale(self, parameters: dict[str, nn.Parameter]) -> None:
-        if not self.enabled:
-            return
-        for parameter in parameters.values():
+        for parameter in parameters.values() if self.enabled else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(1.0 / self.scale)
 

@@ -6,15 +6,15 @@ known then, compares with a copy of the start weights on the host (`FrozenCopy`)
 
 The rank of the last stage adds `loss_reference` [rows] to each micro-batch and, where the loss asks
 for it, `loss_kl`: the mean log-ratio of model and reference over prompts with the answers of other
-rows (`loss_kl_*` of the micro-batches), of the whole step and all replicas, and at least 0.
+rows, of the whole step and all replicas, and at least 0.
 """
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,14 @@ from stageline import progress
 from stageline.data.batches.batch import READ_OFF_IDS
 from stageline.device import is_accelerator
 from stageline.errors import UserError
-from stageline.hub import name_of
 from stageline.modules.lora import adapters_off, begun_adapters, trained_besides
 from stageline.modules.losses import KL, PAIRS, REFERENCE, row_lengths, row_log_probs
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.stage import Stage
 from stageline.terminal import terminal
-from stageline.training.agreement import check_agreement
 from stageline.training.loss_part import LossPart, Output, logits_of
-from stageline.training.replicas import Replicas, bit_sum
-from stageline.training.step import StepProgress
+from stageline.training.replicas import Replicas
+from stageline.training.step import StepProgress, check_agreement
 
 Mode = Literal["auto", "adapters_off", "precompute", "columns", "frozen_copy"]
 # rows [B] of each micro-batch, then of each one with the answers of other rows
@@ -61,11 +59,8 @@ class Reference:
         source: Source | None = None,
         replicas: Replicas | None = None,
     ) -> None:
-        self.runner = runner
-        self.needs_reference = loss.needs_reference
-        self.needs_kl = loss.needs_kl
-        self.source = source
-        self.replicas = replicas or Replicas()
+        self.runner, self.source, self.replicas = runner, source, replicas or Replicas()
+        self.needs_reference, self.needs_kl = loss.needs_reference, loss.needs_kl
 
     def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with what the loss needs, on the rank of the last stage."""
@@ -78,29 +73,23 @@ class Reference:
             else:  # adapters are the only thing that is trained
                 with adapters_off(self.runner.local):
                     found = log_probs_of(self.runner, [*batches, *mixed])
-            kl = self._kl(batches, mixed, found[len(batches) :]) if self.needs_kl else None
+            policies = log_probs_of(self.runner, mixed)
+        added: dict[str, torch.Tensor] = {}
+        if self.needs_kl:  # its mean is over the whole step
+            sums = [torch.zeros((), dtype=torch.float64, device=self.runner.device)]
+            # rows that only fill up an evaluation have lost their labels, but only in `batches`
+            is_there = [row_lengths(batch["labels"]) > 0 for batch in batches]
+            references = found[len(batches) :]
+            for policy, reference, kept in zip(policies, references, is_there, strict=False):
+                ratios = policy - reference.to(policy)
+                sums.append(torch.where(kept.to(policy.device), ratios, 0).double().sum())
+            own = [torch.stack(sums).sum().item(), float(sum(int(kept.sum()) for kept in is_there))]
+            total, count = self.replicas.sum(own)
+            added[KL] = torch.tensor(max(total / max(count, 1), 0.0), dtype=torch.float64)
         if not holds_last_stage(self.runner):
             return list(batches)
-        added = {} if kl is None else {KL: kl}
         pairs = zip(batches, found[: len(batches)], strict=True)
         return [{**batch, REFERENCE: reference, **added} for batch, reference in pairs]
-
-    def _kl(
-        self,
-        batches: Sequence[MicroBatch],
-        mixed: Sequence[MicroBatch],
-        references: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
-        policies = log_probs_of(self.runner, mixed)
-        sums = [torch.zeros((), dtype=torch.float64, device=self.runner.device)]
-        # rows that only fill up an evaluation have lost their labels, but only in `batches`
-        is_there = [row_lengths(batch["labels"]) > 0 for batch in batches]
-        for policy, reference, kept in zip(policies, references, is_there, strict=False):
-            ratios = policy - reference.to(policy)
-            sums.append(torch.where(kept.to(policy.device), ratios, 0).double().sum())
-        own = [torch.stack(sums).sum().item(), float(sum(int(kept.sum()) for kept in is_there))]
-        total, count = self.replicas.sum(own)
-        return torch.tensor(max(total / max(count, 1), 0.0), dtype=torch.float64)
 
 
 def holds_last_stage(runner: PipelineRunner) -> bool:
@@ -165,8 +154,7 @@ def choose_mode(
 
     Args:
         has_columns: the rows have their log-probabilities.
-        begun_as: the mode when the run began; None: it begins now. A resumed run cannot see any
-            more whether its adapters started at zero.
+        begun_as: the mode when the run began, whose adapters a resumed run cannot see at zero.
         otherwise: what auto means where the model without adapters is not the start model.
 
     Raises:
@@ -178,19 +166,14 @@ def choose_mode(
         return "columns", "the rows bring them"
     if mode not in ("auto", "adapters_off"):
         return mode, "as asked for"
-    besides = [name for model in runner.local for name in trained_besides(model)]
-    begun = [name for model in runner.local for name in begun_adapters(model)]
-    gathered: list[Any] = [None] * runner.schedule.num_ranks
-    own = (besides, begun if begun_as is None else [])
-    dist.all_gather_object(gathered, own, group=runner.group)
-    others = [name for names, _ in gathered for name in names]
-    not_zero = [name for _, names in gathered for name in names]
-    if not others and not not_zero:
+    reasons = [f"{n} is trained besides adapters" for m in runner.local for n in trained_besides(m)]
+    if begun_as is None:
+        reasons += [f"{n} does not start at zero" for m in runner.local for n in begun_adapters(m)]
+    gathered: list[list[str]] = [[] for _ in range(runner.schedule.num_ranks)]
+    dist.all_gather_object(gathered, reasons, group=runner.group)
+    reason = next((one for found in gathered for one in found), None)
+    if reason is None:
         return "adapters_off", "adapters alone are trained"
-    reason = f"{not_zero[0]} does not start at zero" if not_zero else ""
-    if others:
-        more = f" and {len(others) - 1} more are" if len(others) > 1 else " is"
-        reason = f"{others[0]}{more} trained besides adapters"
     if mode == "auto":
         return otherwise, reason
     raise UserError(
@@ -203,19 +186,14 @@ def choose_mode(
 # N samples of the dataset, K rows of each: chosen and rejected; or its own, and its prompt with the
 # answer of another row.
 
-NUM_NOTES = 10  # progress lines
-_SAMPLED = 1 << 16  # bytes of each end of a file of weights that its fingerprint is made of
+NOTE_EVERY = 100  # batches
 
 
+@dataclass(frozen=True)
 class FromTable:
-    """The source of a run whose reference was computed before it began.
+    """The source of a run whose reference was computed before it began: [N, K], or None."""
 
-    Args:
-        values: [N, K]; None where the last stage is not.
-    """
-
-    def __init__(self, values: torch.Tensor | None) -> None:
-        self.values = values
+    values: torch.Tensor | None
 
     def __call__(
         self, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
@@ -223,14 +201,14 @@ class FromTable:
         if self.values is None:
             return []
         num_own = self.values.shape[1] - (1 if mixed else 0)
-        own = [_rows_of(batch, self.values[:, :num_own]) for batch in batches]
-        return own + [_rows_of(batch, self.values[:, num_own:]) for batch in batches[: len(mixed)]]
-
-
-def _rows_of(batch: MicroBatch, values: torch.Tensor) -> torch.Tensor:
-    rows = batch["loss_rows"][:: rows_of_sample(batch)]
-    # a row of -1 only fills the micro-batch up
-    return torch.where((rows >= 0)[:, None], values[rows.clamp(min=0)], 0).flatten()
+        found = []
+        for columns, count in ((slice(num_own), None), (slice(num_own, None), len(mixed))):
+            for batch in batches[:count]:
+                rows = batch["loss_rows"][:: rows_of_sample(batch)]
+                values = self.values[rows.clamp(min=0), columns]
+                # a row of -1 only fills the micro-batch up
+                found.append(torch.where((rows >= 0)[:, None], values, 0).flatten())
+        return found
 
 
 def rows_of_sample(batch: MicroBatch) -> int:
@@ -245,7 +223,6 @@ def reference_table(
     path: Path,
     key: str,
     num_samples: int,
-    num_batches: int,
     needs_kl: bool,
     is_start: bool,
     replicas: Replicas | None = None,
@@ -255,7 +232,6 @@ def reference_table(
     Args:
         batches: an evaluation of the dataset: each row once, with `loss_rows`.
         key: identifies data, template and weights; a file with another key is not read.
-        needs_kl: the loss needs answers of other rows, too.
         is_start: nothing has been trained, so the table can be computed.
 
     Raises:
@@ -277,6 +253,8 @@ def reference_table(
         )
     terminal.say(f"computing log-probabilities of {num_samples} rows under the start model")
     for number, micro_batches in enumerate(batches, start=1):
+        if number % NOTE_EVERY == 0:
+            terminal.say(f"reference: {number} batches")
         check_agreement(micro_batches, group=runner.group)
         mixed = [mixed_batch(batch) for batch in micro_batches] if needs_kl else []
         found = log_probs_of(runner, [*micro_batches, *mixed])
@@ -289,8 +267,6 @@ def reference_table(
                 values = torch.full((num_samples, made.shape[1]), torch.nan, dtype=made.dtype)
             samples = batch["loss_rows"][::times]
             values[samples[samples >= 0]] = made.cpu()[samples >= 0]
-        if number % max(num_batches // NUM_NOTES, 1) == 0:
-            terminal.say(f"reference: {number} of {num_batches} batches")
     for other in replicas.gather(values) if is_last else ():
         values = other if values is None else torch.where(torch.isnan(values), other, values)
     if values is not None:
@@ -302,21 +278,6 @@ def reference_table(
             )
         _write(path, values, key)
     return FromTable(values)
-
-
-def weights_fingerprint(folder: Path) -> str:
-    """Tell files of weights apart by names, sizes and ends; reads no more of them."""
-    if (name := name_of(folder)) is not None:  # a commit on a hub, of which some files are here
-        return str(name)
-    told = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
-        size = path.stat().st_size
-        told.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            for start in (0, size // 2, max(size - _SAMPLED, 0)):
-                file.seek(start)
-                told.update(file.read(_SAMPLED))
-    return told.hexdigest()
 
 
 def _read(path: Path, key: str) -> torch.Tensor | None:
@@ -347,22 +308,9 @@ class FrozenCopy:
 
     Args:
         start_stage: builds a stage of the start model; None: the run begins with its own weights.
-        saved: `fingerprint` of a resumed run; None: it took no copy.
-
-    Attributes:
-        fingerprint: of the start weights, the same on all ranks and in every split.
-
-    Raises:
-        UserError: the start model is another one than that of the run.
     """
 
-    def __init__(
-        self,
-        runner: PipelineRunner,
-        *,
-        start_stage: StartStage | None = None,
-        saved: str | None = None,
-    ) -> None:
+    def __init__(self, runner: PipelineRunner, *, start_stage: StartStage | None = None) -> None:
         self.runner = runner
         self._kept: dict[str, torch.Tensor] = {}
         for model in runner.local:
@@ -374,31 +322,16 @@ class FrozenCopy:
                 kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=pins)
                 self._kept[name] = kept.copy_(value)
             del start, values  # a second stage is gone before the next one is built
-        own = {bit_sum(value).item() for value in self._kept.values()}
-        gathered: list[set[int | float]] = [set()] * runner.schedule.num_ranks
-        dist.all_gather_object(gathered, own, group=runner.group)
-        # without names: a tied weight has two in one split, and one in another
-        sums = sorted(set().union(*gathered))
-        self.fingerprint = hashlib.sha256(str(sums).encode()).hexdigest()
-        if saved is not None and self.fingerprint != saved:
-            raise UserError(
-                "the start model has other weights than the one that this run began with. Give "
-                "`model_path` and `seed` of that run, and the same torch and transformers."
-            )
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """While open, passes without gradients are those of the start model, to the bit."""
-        done: list[str] = []
         trained = _trained(self.runner.local)
-        try:
-            for name, parameter in trained.items():
-                self._exchange(name, parameter)
-                done.append(name)
-            yield
-        finally:
-            for name in done:
-                self._exchange(name, trained[name])
+        for name, parameter in trained.items():
+            self._exchange(name, parameter)
+        yield
+        for name, parameter in trained.items():
+            self._exchange(name, parameter)
 
     @torch.no_grad()
     def _exchange(self, name: str, parameter: nn.Parameter) -> None:

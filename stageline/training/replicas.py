@@ -26,12 +26,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Replicas:
-    """The ranks that hold the same stages.
+    """The ranks of `group` that hold the same stages, in order; None: there is one replica.
 
     What they exchange besides gradients is on the host, which so waits for no device.
-
-    Args:
-        group: these ranks in order; None: there is one replica.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -164,8 +161,40 @@ class ShardedReplicas(Replicas):
                 if parameter.ndim == 0 or is_wider or is_shared:
                     kept_whole.add(parameter)
         for model in self.models:
-            _shard(model, mesh, kept_whole)
-        self._trained = [parameter for model in self.models for parameter in _put_together(model)]
+            dtype = getattr(model, "dtype", torch.float32)
+            policy = MixedPrecisionPolicy()
+            if dtype in HALF_TYPES:
+                # the model's own casts stay as they are without sharding
+                policy = MixedPrecisionPolicy(
+                    param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+                )
+                for parameter in model.parameters():
+                    if parameter.requires_grad and parameter not in kept_whole:
+                        parameter.data = parameter.data.float()
+            parts = model.modules_to_shard() if hasattr(model, "modules_to_shard") else []
+            for module in [*parts, model]:
+                fully_shard(
+                    module,
+                    mesh=mesh,
+                    reshard_after_forward=False,
+                    mp_policy=policy,
+                    ignored_params=kept_whole,
+                )
+            for sharded in sharded_modules(model):
+                # the loss is divided by the count of the whole batch already
+                sharded.set_gradient_divide_factor(1.0)
+                sharded.set_force_sum_reduction_for_comms(True)
+            _set_last(model, False)
+        # the whole parameters that passes train; FSDP keeps these objects for good
+        self._trained: list[nn.Parameter] = []
+        for model in self.models:
+            names = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+            for sharded in sharded_modules(model):
+                sharded.unshard()
+            named = dict(model.named_parameters())
+            for sharded in sharded_modules(model):
+                sharded.reshard()
+            self._trained += [named[name] for name in names if named[name].requires_grad]
         self._touched: set[nn.Parameter] = set()
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._touched.add)
@@ -196,9 +225,9 @@ class ShardedReplicas(Replicas):
             self._touched.clear()
         for model in self.models:
             _end_backward(model)  # brings zeros that were filled in to the type of the other sums
-            _set_last(cast(FSDPModule, model), True)
+            _set_last(model, True)
             _end_backward(model)
-            _set_last(cast(FSDPModule, model), False)
+            _set_last(model, False)
         weights.take_shares()
         self._sum_gradients([p for n, p in weights.parameters.items() if n not in weights.shares])
 
@@ -220,48 +249,11 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _shard(model: Stage, mesh: DeviceMesh, kept_whole: set[nn.Parameter]) -> None:
-    dtype = getattr(model, "dtype", torch.float32)
-    policy = MixedPrecisionPolicy()
-    if dtype in HALF_TYPES:
-        # the model's own casts stay as they are without sharding
-        policy = MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-        for parameter in model.parameters():
-            if parameter.requires_grad and parameter not in kept_whole:
-                parameter.data = parameter.data.float()
-    parts = model.modules_to_shard() if hasattr(model, "modules_to_shard") else []
-    for module in [*parts, model]:
-        fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=False,
-            mp_policy=policy,
-            ignored_params=kept_whole,
-        )
-    for sharded in sharded_modules(model):
-        # the loss is divided by the count of the whole batch already
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
-    _set_last(cast(FSDPModule, model), False)
-
-
-def _set_last(model: FSDPModule, is_last: bool) -> None:
+def _set_last(stage: nn.Module, is_last: bool) -> None:
+    model = cast(FSDPModule, stage)
     model.set_is_last_backward(is_last)
     model.set_requires_gradient_sync(is_last)
     model.set_reshard_after_backward(is_last)
-
-
-def _put_together(model: nn.Module) -> list[nn.Parameter]:
-    """Return the whole parameters that passes train; FSDP keeps these objects for good."""
-    sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
-    for module in sharded_modules(model):
-        module.unshard()
-    named = dict(model.named_parameters())
-    for module in sharded_modules(model):
-        module.reshard()
-    return [named[name] for name in sharded if named[name].requires_grad]
 
 
 def _end_backward(model: nn.Module) -> None:

@@ -1,8 +1,4 @@
-"""Score answers with a model: a sequence classifier of transformers with one label, on one device.
-
-It reads texts with its own chat template and tokenizer, so it need not be of the family of the
-model that answered.
-"""
+"""Score answers with a model of any family: a sequence classifier with one label, on one device."""
 
 import functools
 import sys
@@ -13,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel
 
 from stageline.checkpoint.adapter import base_of, processor_folder
 from stageline.checkpoint.files import ADAPTER_CONFIG
@@ -47,10 +42,21 @@ _loading = threading.Lock()  # a late call may still load when that of the next 
 def reward_model(
     path: str | Path, *, device: str = "cpu", dtype: Precision = "auto"
 ) -> "RewardModel":
-    """Return the reward model of a folder, loaded the first time.
+    """Return the reward model of a folder, loaded the first time; see `RewardModel`."""
+    with _loading:
+        return _load(str(path), device, dtype)
+
+
+@functools.cache
+def _load(path: str, device: str, dtype: Precision) -> "RewardModel":
+    return RewardModel(find_folder(path, option="`path` of the reward"), device, dtype)
+
+
+class RewardModel:
+    """Scores answers to prompts.
 
     Args:
-        path: a classifier's folder, or that of an adapter with its `score`; only safetensors.
+        folder: of a classifier, or of an adapter with its `score`; only safetensors.
         device: as torch names it; an accelerator without a number is the current one.
         dtype: of its weights; auto: as in the files.
 
@@ -58,47 +64,31 @@ def reward_model(
         UserError: there is no model that gives a score, or it has no chat template.
         CheckpointError: weights are missing or damaged, or the tokenizer is another model's.
     """
-    with _loading:
-        return _load(str(path), device, dtype)
 
-
-@functools.cache
-def _load(path: str, device: str, dtype: Precision) -> "RewardModel":
-    folder = find_folder(path, option="`path` of the reward")
-    is_adapter = (folder / ADAPTER_CONFIG).exists()
-    model: Any = load_plain(folder, dtype=None if dtype == "auto" else getattr(torch, dtype))
-    name, count = type(model).__name__, getattr(model.config, "num_labels", 0)
-    if not name.endswith(CLASSIFIER) or count != 1:
-        came = f"with {count} labels" if name.endswith(CLASSIFIER) else "which has no score head"
-        raise UserError(
-            f"{folder} holds a {name}, {came}. A sequence classifier with one label gives scores: "
-            "take a checkpoint that `loss_fn` rm trained, or a reward model of transformers."
-        )
-    origin = processor_folder(folder, base_of(folder)) if is_adapter else folder
-    model = model.to(device).requires_grad_(False)
-    return RewardModel(model, load_processor(origin), origin)
-
-
-class RewardModel:
-    """Scores answers to prompts.
-
-    Args:
-        model: in evaluation, on its device.
-        folder: what errors name.
-    """
-
-    def __init__(self, model: PreTrainedModel, processor: Any, folder: Path) -> None:
-        self.model, self.processor = model, processor
-        expander = ImageExpander.of(processor)
+    def __init__(self, folder: Path, device: str, dtype: Precision) -> None:
+        model: Any = load_plain(folder, dtype=None if dtype == "auto" else getattr(torch, dtype))
+        name, count = type(model).__name__, getattr(model.config, "num_labels", 0)
+        if not name.endswith(CLASSIFIER) or count != 1:
+            came = (
+                f"with {count} labels" if name.endswith(CLASSIFIER) else "which has no score head"
+            )
+            raise UserError(
+                f"{folder} holds a {name}, {came}. Take a sequence classifier with one label: a "
+                "checkpoint that `loss_fn` rm trained, or a reward model of transformers."
+            )
+        if (folder / ADAPTER_CONFIG).exists():
+            folder = processor_folder(folder, base_of(folder))
+        self.model, self.processor = model.to(device).requires_grad_(False), load_processor(folder)
+        expander = ImageExpander.of(self.processor)
         self.sees = expander is not None
         if expander is not None:  # the run has looked at sizes by its own limit
             expander.use(ImageSettings(max_pixels=sys.maxsize))
         text = model.config.get_text_config(decoder=True)
         text.use_cache = False
-        embeddings: Any = model.get_input_embeddings()
-        num_ids, num_rows = num_token_ids(processor), embeddings.weight.shape[0]
+        num_ids = num_token_ids(self.processor)
+        num_rows = model.get_input_embeddings().weight.shape[0]
         if text.pad_token_id not in range(num_rows):  # None or, of older models, -1
-            text.pad_token_id = get_pad_token_id(processor)
+            text.pad_token_id = get_pad_token_id(self.processor)
         # transformers finds the end of a row by it, where the score is read
         self.pad_token_id = int(text.pad_token_id)
         self.longest = num_positions(model)
@@ -107,7 +97,7 @@ class RewardModel:
                 f"the tokenizer in {folder} has {num_ids} token ids, the reward model {num_rows} "
                 "rows: the tokenizer is another model's. Copy the reward model's own there."
             )
-        if template_of(processor) is None:
+        if template_of(self.processor) is None:
             raise UserError(
                 f"the tokenizer in {folder} has no chat template. Put its chat_template.jinja "
                 "there."
@@ -137,10 +127,9 @@ class RewardModel:
         """
         images = [list(sample.get("images") or ()) if self.sees else [] for sample in samples]
         made = [self._encode(*one, prompt) for one in zip(samples, completions, images)]
-        refused = [one for one in made if isinstance(one, UserError)]
-        if refused and len(refused) == len(made):
-            raise refused[0]
         rows = {number: one for number, one in enumerate(made) if isinstance(one, Encoded)}
+        if made and not rows:
+            raise next(one for one in made if isinstance(one, UserError))
         fitting = [n for n, row in rows.items() if len(row) <= (self.longest or len(row))]
         fitting.sort(key=lambda number: len(rows[number]))
         scores: list[float | None] = [None] * len(made)
@@ -178,16 +167,13 @@ class RewardModel:
             answered["answer"] = completion
         turns = turns_of(answered, prompt, system=None, for_generation=False)
         if not images:  # a place for one may be in a message
-            turns = [
-                replace(turn, pieces=tuple(one for one in turn.pieces if not one.is_image))
-                for turn in turns
-            ]
+            texts = [tuple(one for one in turn.pieces if not one.is_image) for turn in turns]
+            turns = [replace(turn, pieces=own) for turn, own in zip(turns, texts, strict=True)]
         try:
             rendered = render_chat(turns, self.processor, tools=tools_of(sample))
         except UserError as error:  # a run must not end for what one answer says
             return error
         if images:
             rendered = place_image_text(rendered, plain_image_text(self.processor))
-        return encode_sample(
-            replace(rendered, name=name), images, processor=self.processor, name=name
-        )
+        rendered = replace(rendered, name=name)
+        return encode_sample(rendered, images, processor=self.processor, name=name)

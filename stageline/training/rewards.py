@@ -43,7 +43,7 @@ class Rewards:
     """Several rewards of the same answers.
 
     Attributes:
-        timeout: seconds that one part may take for all answers of a step; 0 = none.
+        timeout: seconds that a step waits for them once all answers are there; 0 = for ever.
     """
 
     parts: Sequence[Reward]
@@ -76,15 +76,14 @@ class Judging:
 
     Attributes:
         num_late: parts that exceeded the timeout: their answers get no reward from them.
-        seconds: of the slowest part.
-        seconds_waited: for them, in `result`.
+        seconds, seconds_waited: of the slowest part, and for all of them in `result`.
     """
 
     def __init__(
         self, parts: Sequence[Reward], timeout: float = 0.0, *, behind: "Judging | None" = None
     ) -> None:
         self.timeout, self._behind = timeout, behind
-        before = [None for _ in parts] if behind is None else behind._works
+        before = [work.is_over for work in behind._works] if behind else [None] * len(parts)
         self._works: list[_Work] = [_Work(*pair) for pair in zip(parts, before, strict=True)]
         self._answers: tuple[list[str], list[str], list[Mapping[str, Any]]] = ([], [], [])
         self._found: torch.Tensor | None = None
@@ -103,13 +102,11 @@ class Judging:
 
     def end(self) -> None:
         """Tell that no more answers come: parts that take all of a step at once get them."""
-        if self._is_whole:
-            return
-        self._is_whole = True
-        for work in self._works:
+        for work in self._works if not self._is_whole else ():
             if not work.reward.takes_lots:
                 work.asked.put(self._answers)
             work.asked.put(None)
+        self._is_whole = True
 
     def result(self) -> torch.Tensor:
         """Wait for the rewards [R, N] in float64; NaN where a part has none.
@@ -127,15 +124,13 @@ class Judging:
         with progress.doing("rewards"):
             self.end()
             for work in self._works:
-                left = work.seconds_left(self.timeout)
-                while not work.is_over.wait(left) and left != 0:
-                    left = work.seconds_left(self.timeout)  # only its calls count
-                if work.is_over.is_set() and work.seconds_left(self.timeout) != 0:
-                    found.append(work.result())
-                else:
-                    work.is_over.set()  # a thread cannot be ended; the next step does not wait
-                    self.num_late += 1
-                    found.append([math.nan] * len(self._answers[0]))
+                left = max(began + self.timeout - time.monotonic(), 0.0) if self.timeout else None
+                is_late = not work.is_over.wait(left)
+                self.num_late += is_late
+                if work.error is not None:
+                    raise work.error
+                found.append([math.nan] * len(self._answers[0]) if is_late else work.found)
+                work.is_over.set()  # a thread cannot be ended; the next step does not wait
         self.seconds = max((work.seconds for work in self._works), default=0.0)
         self.seconds_waited = time.monotonic() - began
         shape = len(found), len(self._answers[0])
@@ -146,76 +141,56 @@ class Judging:
 class _Work:
     """The calls of a part for one step, in a thread, after those of the step `before`."""
 
-    def __init__(self, reward: Reward, before: "_Work | None") -> None:
-        self.reward = reward
+    def __init__(self, reward: Reward, before: threading.Event | None) -> None:
+        self.reward, self._before, self._device = reward, before, device_in_use()
         self.asked: queue.SimpleQueue[Sequence[Sequence[Any]] | None] = queue.SimpleQueue()
         self.is_over = threading.Event()
-        self._before = None if before is None else before.is_over
-        self._device = device_in_use()
-        self._found: list[float] = []
-        self._error: BaseException | None = None
-        # (seconds of calls done, start of the one that runs)
-        self._clock: tuple[float, float | None] = 0.0, None
+        self.found: list[float] = []
+        self.seconds = 0.0
+        self.error: BaseException | None = None
         threading.Thread(target=self._run, daemon=True, name=f"reward {reward.key}").start()
 
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of its calls up to now."""
-        done, since = self._clock
-        return done if since is None else done + time.monotonic() - since
-
-    def seconds_left(self, timeout: float) -> float | None:
-        return max(timeout - self.seconds, 0.0) if timeout else None
-
     def _run(self) -> None:
+        part = self.reward.part
         if self._before is not None:
             self._before.wait()
         try:
             if self._device is not None:  # a new thread would begin on the machine's first one
                 torch.accelerator.set_device_index(self._device)
             while (given := self.asked.get()) is not None and not self.is_over.is_set():
-                self._clock = self.seconds, time.monotonic()
-                found = call("reward", self.reward.part, *given)
-                self._found += _checked(self.reward.part, found, len(given[1]))
-                self._clock = self.seconds, None
+                began = time.monotonic()
+                self.found += _checked(part, call("reward", part, *given), len(given[1]))
+                self.seconds += time.monotonic() - began
         except BaseException as error:  # raised again in the thread that waits
-            self._error = error
-        self._clock = self.seconds, None
+            self.error = error
+            if not (isinstance(error, UserError) or is_out_of_memory(error)):
+                self.error = ContractError(
+                    f"the reward {part_name(part)} raised {type(error).__name__}: {error}. Catch "
+                    "what an answer may do to it, and return None for one that it cannot judge."
+                )
+                self.error.__cause__ = error
         self.is_over.set()
-
-    def result(self) -> list[float]:
-        error = self._error
-        if error is None:
-            return self._found
-        if isinstance(error, UserError) or is_out_of_memory(error):
-            raise error
-        raise ContractError(
-            f"the reward {part_name(self.reward.part)} raised {type(error).__name__}: {error}. "
-            "Catch what an answer may do to it, and return None for one that it cannot judge."
-        ) from error
 
 
 def _checked(part: object, found: Any, count: int) -> list[float]:
-    came = None
+    def is_reward(value: Any) -> bool:
+        return value is None or (isinstance(value, int | float) and math.isfinite(value))
+
     if not isinstance(found, Sequence) or isinstance(found, str):
         came = f"returned {shown(found)}"
     elif len(found) != count:
         came = f"returned {len(found)} rewards for {count} answers"
+    elif bad := [value for value in found if not is_reward(value)]:
+        came = f"returned {shown(bad[0])} among its rewards"
     else:
-        for value in found:
-            is_number = isinstance(value, int | float) and math.isfinite(value)
-            if value is not None and not is_number:
-                came = f"returned {shown(value)} among its rewards"
-    if came is not None:
-        raise broken(
-            "reward",
-            part,
-            came,
-            why="A list with one number or None for each answer is required",
-            cure="return a float of each completion, in their order; None for one that it cannot "
-            "score",
-        )
-    return [math.nan if value is None else float(value) for value in found]
+        return [math.nan if value is None else float(value) for value in found]
+    raise broken(
+        "reward",
+        part,
+        came,
+        why="A list with one number or None for each answer is required",
+        cure="return a float of each completion, in their order; None for one without a score",
+    )
 
 
 def try_rewards(
@@ -240,10 +215,8 @@ def try_rewards(
         )
         if torch.equal(own_N.nan_to_num(), empty_N.nan_to_num()):
             line += "; the same for both, so it does not tell right from wrong in these rows"
-        if silent := own_N.isnan().nonzero()[:, 0].tolist():
-            first = samples[silent[0]]
-            line += f"; nothing to say of {len(silent)} of {len(samples)} rows, the first is "
-            line += str(first.get("source") or first.get("id"))
+        if num_silent := int(own_N.isnan().sum()):
+            line += f"; no score for {num_silent} of {len(samples)} rows"
         told.append(line)
     return told
 
@@ -264,8 +237,7 @@ def advantages(rewards_PG: torch.Tensor, kind: Advantage) -> torch.Tensor:
     An answer without a reward (NaN) is in no mean and no deviation; its advantage is 0.
 
     Args:
-        rewards_PG: of all prompts of the step, of all replicas: "batch" divides by the spread of
-            all of them.
+        rewards_PG: of all prompts of the step, of all replicas.
         kind: group: less the mean of its group, by the group's deviation (arXiv 2402.03300);
             group_no_std: only less the mean (2503.20783); batch: by the deviation of all rewards;
             rloo: less the mean of the others (2402.14740).

@@ -8,38 +8,58 @@ Every rank of a pipeline calls the same methods. Shapes: P prompts of this repli
 each, R rewards; B rows of a micro-batch, T tokens.
 """
 
-import itertools
+import contextlib
+import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from stageline.data.batches.batch import sample_name
-from stageline.data.batches.collate_part import EncodedSample
-from stageline.data.batches.prompts import prompt_of
+from stageline import progress
+from stageline.data.batches.collate_part import CollatePart, EncodedSample, as_collate_part
+from stageline.data.batches.prompts import answered, decoder_inputs, prompt_of
+from stageline.data.batches.step_maker import PackedStepMaker, StepMaker
 from stageline.data.images.images import ImageExpander
 from stageline.data.text.processor import get_tokenizer
-from stageline.inference.decoding.answer_groups import OnLot, SampledAnswer
-from stageline.inference.decoding.request import Sampling
-from stageline.modules.lora import adapters_off
-from stageline.modules.policy_loss import OLD, START, token_log_probs
-from stageline.pipeline.runner import MicroBatch
-from stageline.seeds import derive_seed
-from stageline.training.answers import (
-    AnswerRow,
-    Drawn,
-    PromptRow,
-    StageAnswers,
-    answer_batches,
-    note_old,
-    read_answer,
-    rows_in,
-    with_rewards,
+from stageline.errors import UserError
+from stageline.inference.decoding.answer_groups import (
+    AnswerGroups,
+    OnLot,
+    PromptToAnswer,
+    SampledAnswer,
+    check_room,
 )
+from stageline.inference.decoding.chain import (
+    Chain,
+    LocalChain,
+    RankChain,
+    Wire,
+    follow,
+    max_in_flight,
+)
+from stageline.inference.decoding.request import Sampling
+from stageline.inference.decoding.stage_decoder import StageDecoder, answering
+from stageline.modules.chunked_loss import ChunkedLogits
+from stageline.modules.lora import adapters_off
+from stageline.modules.policy_loss import (
+    ADVANTAGES,
+    IS_COUNTED,
+    IS_LEARNT,
+    OLD,
+    PLACES,
+    SAMPLED,
+    START,
+    token_log_probs,
+)
+from stageline.pipeline.runner import MicroBatch, PipelineRunner
+from stageline.seeds import derive_seed, host_state_kept
 from stageline.training.evaluation import EvalResult
-from stageline.training.loss_part import Output
+from stageline.training.loss_part import Output, logits_of
 from stageline.training.reference import (
     FrozenCopy,
     Mode,
@@ -57,23 +77,223 @@ from stageline.training.rewards import (
     has_spread,
     weighted,
 )
-from stageline.training.samples import thumbnail
 from stageline.training.step import StepProgress, StepResult
+
+PromptRow = tuple[int | None, int, EncodedSample]  # row of the dataset, place in the step, prompt
+
+
+class StageAnswers:
+    """The stages of a pipeline as they answer prompts; all ranks call it, the first one draws.
+
+    Args:
+        wire: between the ranks of the pipeline; None: there is one.
+        stop_ids: tokens that end an answer.
+        positions: that the model has; None: not known.
+
+    Raises:
+        UserError: a stage cannot answer token by token.
+    """
+
+    def __init__(
+        self,
+        runner: PipelineRunner,
+        wire: Wire | None,
+        *,
+        processor: Any,
+        pad_token_id: int,
+        stop_ids: Sequence[int],
+        positions: int | None = None,
+    ) -> None:
+        schedule = runner.schedule
+        self.runner, self.wire, self.positions = runner, wire, positions
+        self.processor, self.pad_token_id = processor, pad_token_id
+        self.models = list(runner.local)
+        for model in self.models:
+            if not model.can_decode:
+                raise UserError(
+                    f"stage {model.stage} keeps no keys and values (can_decode is False), so it "
+                    "cannot answer. Use `train_model` causal_lm or vision_language."
+                )
+        device = runner.device
+        self.decoders = {
+            model.stage: StageDecoder(model, device=device, trains_on=True) for model in self.models
+        }
+        ranks = {s: rank for rank in range(schedule.num_ranks) for s in schedule.stages_of(rank)}
+        self.route = [ranks[stage] for stage in range(schedule.num_stages)]
+        self.is_first = self.route[0] == runner.pp_rank
+        chain: Chain = LocalChain([decoder for _, decoder in sorted(self.decoders.items())])
+        if wire is not None and self.is_first:
+            chain = RankChain(self.decoders, wire, num_stages=schedule.num_stages, route=self.route)
+        self.groups = AnswerGroups(
+            chain,
+            tokenizer=get_tokenizer(processor),
+            stop_ids=stop_ids,
+            device=device,
+            lots_at_once=schedule.num_ranks,
+            most_on_way=max(1, max_in_flight(schedule.num_ranks) // len(self.models)),
+        )
+
+    def __call__(
+        self,
+        prompts: Sequence[EncodedSample],
+        seeds: Sequence[tuple[int, ...]],
+        sampling: Sampling,
+        *,
+        lot_size: int,
+        on_lot: OnLot,
+    ) -> list[list[SampledAnswer]]:
+        """Return the answers, of which `on_lot` gets each lot at once; on the first rank only."""
+        with progress.doing("decoding"), answering(self.models):
+            if not self.is_first:
+                assert self.wire is not None
+                num_stages = len(self.route)
+                follow(self.decoders, self.wire, num_stages=num_stages, route=self.route)
+                return []
+            asked = []
+            for prompt, own in zip(prompts, seeds, strict=True):
+                inputs = decoder_inputs(
+                    prompt, processor=self.processor, pad_token_id=self.pad_token_id
+                )
+                check_room(
+                    inputs["input_ids"].shape[1],
+                    sampling.max_new_tokens,
+                    self.positions,
+                    short_length=self.models[0].short_length,
+                )
+                asked.append(PromptToAnswer(inputs, own))
+            found = self.groups.draw(asked, sampling, lot_size=lot_size, on_lot=on_lot)
+            self.groups.close()
+            return found
+
+    def logits_of(self, output: Output) -> torch.Tensor | ChunkedLogits:
+        """Return the output of a training pass of the last stage as logits."""
+        last = self.models[-1]
+        chunk, logits = getattr(last, "logits_chunk", 0), logits_of(output)
+        return ChunkedLogits(logits, whole=last.whole, chunk=chunk) if chunk else logits
+
+    def shared(self, value: Any, *, stage: int = 0) -> Any:
+        """Return what the rank of a stage has, on all of the pipeline."""
+        told, source = [value], self.route[stage]
+        if self.wire is not None:
+            waits = self.runner.pp_rank != source
+            with progress.doing("what another rank knows of answers", is_waiting=waits):
+                dist.broadcast_object_list(told, group=self.wire.group, group_src=source)
+        return told[0]
+
+
+class _Rows(list):
+    """Rows for a `StepMaker`, which draw nothing."""
+
+    is_fixed = True
+
+
+@dataclass
+class AnswerRow:
+    """An answer as a row of a step.
+
+    Attributes:
+        row: of the dataset.
+        encoded: the prompt with the answer's tokens.
+        replaced: the last label, where the row cannot hold its token: (place, token id).
+        old: log-probabilities of its tokens by a training pass of the weights that drew it.
+    """
+
+    row: int | None
+    encoded: EncodedSample
+    answer: SampledAnswer
+    num_prompt: int
+    replaced: tuple[int, int] | None = None
+    old: list[float] | None = field(default=None, init=False)
+    advantage: float = field(default=0.0, init=False)
+    is_learnt: bool = field(default=True, init=False)
+    is_counted: bool = field(default=True, init=False)
+
+    @classmethod
+    def of(
+        cls,
+        row: int | None,
+        prompt: EncodedSample,
+        answer: SampledAnswer,
+        image_ids: frozenset[int],
+    ) -> "AnswerRow":
+        """Return the row of an answer; a token that stands for an image ends it.
+
+        Training would look for the image. The token is in the loss like any other.
+        """
+        ids, replaced = list(answer.token_ids), None
+        num_prompt = len(prompt_of(prompt))
+        first = next((place for place, one in enumerate(ids) if one in image_ids), None)
+        if first is not None:
+            replaced = (num_prompt + first, ids[first])
+            ids = [*ids[:first], next(iter(prompt.whole[0].input_ids[-1:]))]
+        return cls(row, answered(prompt, ids), answer, num_prompt, replaced)
+
+    def predicted(self, start: int) -> slice:
+        """Return the places that predict the answer, of a prompt that begins at `start`."""
+        return slice(start + self.num_prompt - 1, start + len(self.encoded.rows[0]) - 1)
+
+    def saved(self) -> dict[str, Any]:
+        """Return it as JSON: numbers of one kind are one text, exact to the bit."""
+        answer = self.answer
+        return {
+            "tokens": " ".join(map(str, answer.token_ids)),
+            "log_probs": " ".join(map(repr, answer.log_probs)),
+            "old": " ".join(map(repr, self.old or ())),
+            "text": answer.text,
+            "is_cut": answer.is_cut,
+        }
+
+
+def read_answer(saved: Mapping[str, Any]) -> tuple[SampledAnswer, list[float]]:
+    """Return the answer and old log-probabilities that `AnswerRow.saved` gave."""
+    ids, log_probs = (saved[name].split() for name in ("tokens", "log_probs"))
+    answer = SampledAnswer(
+        list(map(int, ids)), list(map(float, log_probs)), saved["text"], saved["is_cut"]
+    )
+    return answer, list(map(float, saved["old"].split()))
+
+
+def _numbers(batch: MicroBatch) -> str:
+    return "loss_rows" if "loss_rows" in batch else "loss_packed_rows"
+
+
+def placed(batch: MicroBatch, made: Sequence[AnswerRow]) -> list[tuple[AnswerRow, int, int]]:
+    """Return (answer, row, first token) of each answer in a micro-batch as it was collated."""
+    answers = [made[number] for number in batch[_numbers(batch)].tolist()]
+    if "sample_ids" not in batch:
+        return [(one, row, 0) for row, one in enumerate(answers)]
+    places = [
+        (row, int((samples_T == number).nonzero()[0]))
+        for row, samples_T in enumerate(batch["sample_ids"])
+        for number in range(int(samples_T.max()) + 1)
+    ]
+    return [(one, *place) for one, place in zip(answers, places, strict=True)]
+
+
+@dataclass
+class Drawn:
+    """The answers to the prompts of a step; the same on all ranks of a pipeline.
+
+    Attributes:
+        rows, made: P prompts; rows of the step, the G of a prompt side by side.
+        batches: of these rows, without what rewards decide.
+        judging: their rewards, on the first rank.
+        staleness: optimizer steps from the weights that drew them to those that they train.
+    """
+
+    rows: Sequence[PromptRow]
+    made: list[AnswerRow]
+    batches: list[MicroBatch]
+    judging: Judging | None
+    staleness: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions:
-    """Options of drawing and using answers, named as on the command line.
+    """Options of drawing and using answers, named as those that set them (docs/options.md).
 
     Attributes:
-        inner_steps: optimizer steps on the same answers.
-        reference: source of the reference model: auto, adapters_off or frozen_copy.
-        mask_truncated_completions: answers without an end are not in the loss.
-        drop_equal_groups: groups of one reward do not count.
-        prompts_together: prompts whose answers are drawn together.
-        ahead: 1: answers are drawn before the last step on those before, by its weights.
         row_capacity: tokens of a row that holds several answers; None: it holds one.
-        keep_samples: steps between two whose answers are saved; 0 = off.
     """
 
     seed: int
@@ -95,10 +315,8 @@ class RolloutOptions:
     keep_samples: int = 1
 
     def sampling(self, temperature: float = 0.0) -> Sampling:
-        stop = tuple(self.stop_strings or ())
-        return Sampling(
-            max_new_tokens=self.max_completion_length, temperature=temperature, stop=stop
-        )
+        length, stop = self.max_completion_length, tuple(self.stop_strings or ())
+        return Sampling(max_new_tokens=length, temperature=temperature, stop=stop)
 
 
 class Rollouts:
@@ -108,18 +326,14 @@ class Rollouts:
         prompts: gives the prompts of each step: lists of `PromptRow`.
         collate: makes a micro-batch of encoded samples, on this rank.
         facts: what the stages need of each micro-batch on the host.
-        start_step: optimizer steps done.
-        end_step: optimizer steps after which no answers are wanted.
-        saved: `answers_ahead` of the checkpoint, if any.
+        start_step, end_step: optimizer steps done, and after which no answers are wanted.
+        saved: facts of the checkpoint that the run continues.
         start_stage: builds a stage of the start model again; needed after `start_step`.
-        saved_start: `start_fingerprint` of the checkpoint.
-        begun_as: `start_mode` of the checkpoint.
         on_samples: gets the answers of a step on the main rank: (step, records).
 
     Attributes:
         figures: of the answers of the last step; the same on all ranks.
-        seconds: of the last step, by what they went to.
-        busy_seconds: of the last step before its passes began.
+        seconds, busy_seconds: of the last step, by what they went to, and before its passes began.
         is_last: new answers are drawn after the running step.
 
     Raises:
@@ -138,18 +352,18 @@ class Rollouts:
         facts: Callable[[MicroBatch], MicroBatch] | None,
         start_step: int = 0,
         end_step: int,
-        saved: Sequence[Mapping[str, Any]] | None = None,
+        saved: Mapping[str, Any],
         start_stage: StartStage | None = None,
-        saved_start: str | None = None,
-        begun_as: Mode | None = None,
         on_samples: Callable[[int, list[dict[str, Any]]], None] | None = None,
     ) -> None:
         self.answers, self.rewards, self.options = answers, rewards, options
         self.runner = answers.runner
         self.prompts, self.collate, self.facts = prompts, collate, facts
-        self.replicas, self.start_step, self.on_samples = replicas, start_step, on_samples
-        self.end_step, self._saved = end_step, saved if options.ahead else None
+        self.replicas, self.on_samples = replicas, on_samples
+        self.start_step, self.end_step, self._start_stage = start_step, end_step, start_stage
+        self._saved = saved.get("answers") if options.ahead else None
         self._ahead: Drawn | None = None
+        self._frozen: FrozenCopy | None = None
         self.figures: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self.busy_seconds = 0.0
@@ -157,8 +371,6 @@ class Rollouts:
         self._tokenizer = get_tokenizer(answers.processor)
         expander = ImageExpander.of(answers.processor)
         self._image_ids = frozenset() if expander is None else expander.own_ids()
-        self._frozen: FrozenCopy | None = None
-        self._start_stage, self._saved_start = start_stage, saved_start
         self.start_mode: Mode | None = None
         self.start_reason = ""
         if options.kl_beta:
@@ -166,7 +378,7 @@ class Rollouts:
                 options.reference,
                 self.runner,
                 has_columns=False,
-                begun_as=begun_as,
+                begun_as=saved.get("reference"),
                 otherwise="frozen_copy",
             )
 
@@ -185,10 +397,6 @@ class Rollouts:
         told = self.replicas.gather([one.saved() for one in self._ahead.made])
         return [one for own in told for one in own]
 
-    def start_fingerprint(self) -> str | None:
-        """Return the fingerprint of the start weights, where there is a copy of them."""
-        return None if self._frozen is None else self._frozen.fingerprint
-
     def told(self, result: StepResult) -> StepResult:
         """Return a step's result with the figures of its answers."""
         wait = max(0.0, result.data_wait - self.busy_seconds)
@@ -200,11 +408,8 @@ class Rollouts:
         options, step, prompts = self.options, self.start_step, iter(self.prompts)
         if self.start_mode == "frozen_copy":  # before anything is trained
             self.replicas.put_together()
-            self._frozen = FrozenCopy(
-                self.runner,
-                start_stage=self._start_stage if self.start_step > 0 else None,
-                saved=self._saved_start,
-            )
+            start_stage = self._start_stage if self.start_step > 0 else None
+            self._frozen = FrozenCopy(self.runner, start_stage=start_stage)
         began = time.perf_counter()
         self.seconds = {}
         while True:
@@ -226,60 +431,46 @@ class Rollouts:
                 step += 1
 
     def _drawn(self, rows: Sequence[PromptRow], step: int, *, staleness: int = 0) -> Drawn:
-        """Draw the answers of a step, or read those of the checkpoint; rewards begin.
-
-        Args:
-            staleness: optimizer steps until they are used.
-        """
-        options, prompts = self.options, [one for *_, one in rows]
-        size = options.group_size
-        count = len(rows) * size
-        # answers of this replica
-        saved: list[list[tuple[SampledAnswer, list[float]]]] | None = None
-        if len(self._saved or ()) == count * self.replicas.size:
-            own = list(map(read_answer, (self._saved or [])[self.replicas.rank * count :][:count]))
-            saved = [own[start : start + size] for start in range(0, count, size)]
-        self._saved = None
-        if saved is None:
+        """Draw the answers of a step, or read those of the checkpoint; rewards begin."""
+        options, prompts = self.options, [prompt for *_, prompt in rows]
+        size, lot_size = options.group_size, options.prompts_together
+        count = len(rows) * size  # answers of this replica
+        saved, self._saved = self._saved or (), None
+        if is_saved := len(saved) == count * self.replicas.size:
+            own = list(map(read_answer, saved[self.replicas.rank * count :][:count]))
+            answers = [[one for one, _ in own[p : p + size]] for p in range(0, count, size)]
+            judging, judge = self._begin_to_judge(prompts)
+            for first in range(0, len(answers), lot_size):  # the lots that they were drawn in
+                judge(first, answers[first : first + lot_size])
+            if judging is not None:
+                judging.end()
+        else:
             number = step // options.inner_steps
             seeds = [
-                tuple(
-                    derive_seed(options.seed, "answer", number, place, one)
-                    for one in range(options.group_size)
-                )
+                tuple(derive_seed(options.seed, "answer", number, place, g) for g in range(size))
                 for _, place, _ in rows
             ]
             sampling = options.sampling(options.sampling_temperature)
-            lot_size = options.prompts_together
             answers, judging = self._answers_to(prompts, seeds, sampling, lot_size)
-            drawn = Drawn(rows, answers, judging, staleness)
-        else:
-            answers = [[one for one, _ in group] for group in saved]
-            judging, judge = self._begin_to_judge(prompts)
-            if judging is not None:  # in the lots that they were drawn in
-                for first in range(0, len(answers), options.prompts_together):
-                    judge(first, answers[first : first + options.prompts_together])
-                judging.end()
-            drawn = Drawn(rows, answers, judging, staleness=1)
-        drawn.made = [
-            AnswerRow.of(row, prompt, answer, image_ids=self._image_ids)
+        made = [
+            AnswerRow.of(row, prompt, answer, self._image_ids)
             for (row, _, prompt), group in zip(rows, answers, strict=True)
             for answer in group
         ]
-        drawn.batches = self._batches(drawn.made, step)
-        if saved is not None:
-            for one, (_, old) in zip(drawn.made, itertools.chain(*saved), strict=True):
+        batches = self._batches(made, step)
+        if is_saved:
+            for one, (_, old) in zip(made, own, strict=True):
                 one.old = old
         elif options.ahead:
             # log-probabilities by a training pass of the weights that drew them, on all ranks
-            found = self._log_probs(drawn.batches, "old")
-            if found is not None:
-                for batch, log_probs_BT in zip(drawn.batches, found, strict=True):
-                    note_old(batch, rows_in(batch, drawn.made), log_probs_BT.cpu())
-            olds = self.answers.shared([one.old for one in drawn.made], stage=-1)
-            for one, old in zip(drawn.made, olds, strict=True):
+            for batch, log_probs_BT in zip(batches, self._log_probs(batches, "old") or ()):
+                log_probs_BT = log_probs_BT.cpu()
+                for one, row, start in placed(batch, made):
+                    one.old = log_probs_BT[row, one.predicted(start)].tolist()
+            olds = self.answers.shared([one.old for one in made], stage=-1)
+            for one, old in zip(made, olds, strict=True):
                 one.old = old
-        return drawn
+        return Drawn(rows, made, batches, judging, staleness=1 if is_saved else staleness)
 
     def _answers_to(
         self,
@@ -305,11 +496,10 @@ class Rollouts:
         def judge(first: int, lot: Sequence[Sequence[SampledAnswer]]) -> None:
             asked, said, samples = [], [], []
             for prompt, group in zip(prompts[first : first + len(lot)], lot, strict=True):
-                text = self._text(prompt)
+                asked += [self._text(prompt)] * len(group)
+                said += [answer.text for answer in group]
                 for answer in group:
                     facts = {"num_tokens": len(answer.token_ids), "is_cut": answer.is_cut}
-                    asked.append(text)
-                    said.append(answer.text)
                     samples.append({**prompt.sample, **facts, "images": prompt.images})
             if judging is not None:
                 judging.add(asked, said, samples)
@@ -332,16 +522,13 @@ class Rollouts:
 
     def _make(self, drawn: Drawn, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step."""
-        options, rows = self.options, drawn.rows
-        rewards_RPG, num_late = self._judged(drawn.judging, len(rows))
+        options, count = self.options, len(drawn.rows)
+        rewards_RPG, num_late = self._judged(drawn.judging, count)
         all_RPG = torch.cat(self.replicas.gather(rewards_RPG), dim=1)
         total_PG = weighted(all_RPG, self.rewards.weights)
-        mine = slice(self.replicas.rank * len(rows), (self.replicas.rank + 1) * len(rows))
+        mine = slice(self.replicas.rank * count, (self.replicas.rank + 1) * count)
         advantages_PG = advantages(total_PG, options.advantage)[mine]
-        self.figures = self._figures(drawn.answers, num_late, all_RPG, total_PG)
-        if options.ahead:
-            self.figures["staleness"] = float(drawn.staleness)
-        self._tell(step, drawn, rewards_RPG, total_PG[mine], advantages_PG)
+        self.figures = self._figures(drawn, num_late, all_RPG, total_PG)
         has_spread_P = has_spread(total_PG)[mine].repeat_interleave(options.group_size)
         worth = zip(advantages_PG.flatten().tolist(), has_spread_P.tolist(), strict=True)
         for one, (advantage, is_spread) in zip(drawn.made, worth, strict=True):
@@ -349,25 +536,34 @@ class Rollouts:
             one.is_counted = is_spread or not options.drop_equal_groups
             is_masked = options.mask_truncated_completions and one.answer.is_cut
             one.is_learnt = one.is_counted and not is_masked
-        batches = [
-            with_rewards(one, rows_in(one, drawn.made), has_old=bool(options.ahead))
-            for one in drawn.batches
-        ]
-        return self._with_log_probs(batches)
+        self._tell(step, drawn, rewards_RPG, total_PG[mine])
+        return self._with_log_probs([self._with_rewards(b, drawn.made) for b in drawn.batches])
+
+    def _with_rewards(self, batch: MicroBatch, made: Sequence[AnswerRow]) -> MicroBatch:
+        """Return a micro-batch with all that the loss needs of each answer."""
+        answers = placed(batch, made)
+        rows = [-1 if one.row is None else one.row for one, *_ in answers]
+        columns = {
+            _numbers(batch): torch.tensor(rows, dtype=torch.long),
+            ADVANTAGES: torch.tensor([one.advantage for one, *_ in answers]),
+            IS_LEARNT: torch.tensor([one.is_learnt for one, *_ in answers], dtype=torch.bool),
+            IS_COUNTED: torch.tensor([one.is_counted for one, *_ in answers], dtype=torch.bool),
+        }
+        if self.options.ahead:
+            columns[OLD] = torch.zeros(batch["labels"].shape)
+            for one, row, start in answers:
+                columns[OLD][row, one.predicted(start)] = torch.tensor(one.old)
+        return {**batch, **columns}
 
     def _text(self, prompt: EncodedSample) -> str:
         return self._tokenizer.decode(prompt_of(prompt).input_ids, skip_special_tokens=True)
 
     def _figures(
-        self,
-        answers: Sequence[Sequence[SampledAnswer]],
-        num_late: int,
-        all_RPG: torch.Tensor,
-        total_PG: torch.Tensor,
+        self, drawn: Drawn, num_late: int, all_RPG: torch.Tensor, total_PG: torch.Tensor
     ) -> dict[str, float]:
         """Return the figures of the answers of all replicas."""
-        lengths = [len(one.token_ids) for group in answers for one in group]
-        num_cut = sum(one.is_cut for group in answers for one in group)
+        lengths = [len(one.answer.token_ids) for one in drawn.made]
+        num_cut = sum(one.answer.is_cut for one in drawn.made)
         told = self.replicas.gather((lengths, num_cut, num_late))
         lengths = [length for own, *_ in told for length in own]
         figures = {
@@ -383,72 +579,91 @@ class Rollouts:
             figures[f"reward_{one.key}"] = values_PG.nanmean().item()
             figures[f"reward_{one.key}_std"] = deviations(values_PG.reshape(1, -1)).item()
         figures["late_rewards"] = float(sum(late for *_, late in told))
+        if self.options.ahead:
+            figures["staleness"] = float(drawn.staleness)
         return figures
 
     def _tell(
-        self,
-        step: int,
-        drawn: Drawn,
-        rewards_RPG: torch.Tensor,
-        total_PG: torch.Tensor,
-        advantages_PG: torch.Tensor,
+        self, step: int, drawn: Drawn, rewards_RPG: torch.Tensor, total_PG: torch.Tensor
     ) -> None:
         """Hand the answers of all replicas to `on_samples`."""
         every = self.options.keep_samples
         if not self.answers.is_first or not every or step % every:
             return
         keys = [one.key for one in self.rewards.parts]
-        records = []
-        for p, (row, _, prompt) in enumerate(drawn.rows):
-            answers = []
-            for g, answer in enumerate(drawn.answers[p]):
-                parts = zip(keys, rewards_RPG[:, p, g].tolist(), strict=True)
-                answers.append(
-                    {
-                        "text": answer.text,
-                        "reward": _plain(total_PG[p, g].item()),
-                        "advantage": advantages_PG[p, g].item(),
-                        "rewards": {key: _plain(value) for key, value in parts},
-                        "num_tokens": len(answer.token_ids),
-                        "is_cut": answer.is_cut,
-                    }
-                )
-            known = {"row": row, "id": prompt.sample.get("id"), "prompt": self._text(prompt)}
-            pictures = [
-                thumbnail(one, name=sample_name(prompt.sample)) for one in prompt.images or ()
-            ]
-            records.append({"step": step + 1, **known, "images": pictures, "answers": answers})
+        rewards = zip(total_PG.flatten().tolist(), rewards_RPG.flatten(1).T.tolist(), strict=True)
+        answers = [
+            {
+                "text": one.answer.text,
+                "reward": _plain(total),
+                "advantage": one.advantage,
+                "rewards": dict(zip(keys, map(_plain, parts), strict=True)),
+                "num_tokens": len(one.answer.token_ids),
+                "is_cut": one.answer.is_cut,
+            }
+            for one, (total, parts) in zip(drawn.made, rewards, strict=True)
+        ]
+        size = self.options.group_size
+        records = [
+            {
+                "step": step + 1,
+                "row": row,
+                "id": prompt.sample.get("id"),
+                "prompt": self._text(prompt),
+                "answers": answers[p * size : (p + 1) * size],
+            }
+            for p, (row, _, prompt) in enumerate(drawn.rows)
+        ]
         gathered = self.replicas.gather(records)
         if self.on_samples is not None:
             self.on_samples(step + 1, [record for own in gathered for record in own])
 
     def _batches(self, made: Sequence[AnswerRow], step: int) -> list[MicroBatch]:
-        """Return prompts with answers as micro-batches, rows of near-equal length together."""
-        options, packing = self.options, None
-        if options.row_capacity is not None:
-            packing = {
-                "capacity": options.row_capacity,
-                "legal_counts": self.runner.schedule.legal_micro_batches,
-                "agree": lambda step, count: max(self.replicas.gather(count)),
-            }
-        return answer_batches(
-            made,
-            step,
-            collate=self.collate,
-            packing=packing,
-            micro_batch_size=options.micro_batch_size,
-            is_sorted=options.is_sorted,
-            facts=self.facts,
-        )
+        """Return micro-batches of answers of near-equal length, without what rewards decide."""
+        part = as_collate_part(self.collate)
+        part = CollatePart(part.collate, encode=lambda images, sample: sample, pack=part.pack)
+        options: dict[str, Any] = {
+            "micro_batch_size": self.options.micro_batch_size,
+            "is_sorted": self.options.is_sorted,
+            "facts": self.facts,
+        }
+        kind: type[StepMaker | PackedStepMaker] = StepMaker
+        if self.options.row_capacity is not None:
+            kind = PackedStepMaker
+            options["capacity"] = self.options.row_capacity
+            options["legal_counts"] = self.runner.schedule.legal_micro_batches
+            options["agree"] = lambda step, count: max(self.replicas.gather(count))
+        maker = kind(_Rows((None, one.encoded) for one in made), collate=part, **options)
+        with host_state_kept():
+            batches = maker.make(step, [list(range(len(made)))])
+        for batch in batches:
+            labels_BT = batch["labels"] = batch["labels"].clone()
+            sampled_BT, places_BT = torch.zeros(labels_BT.shape), torch.full_like(labels_BT, -1)
+            for number, (one, row, start) in enumerate(placed(batch, made)):
+                places_BT[row, start : start + len(one.encoded.rows[0])] = number
+                if one.replaced is not None:
+                    labels_BT[row, start + one.replaced[0]] = one.replaced[1]
+                tokens = one.predicted(start)
+                count = tokens.stop - tokens.start
+                sampled_BT[row, tokens] = torch.tensor(one.answer.log_probs[:count])
+            batch[SAMPLED] = sampled_BT
+            if "sample_ids" in batch:
+                batch[PLACES] = places_BT
+        return batches
 
     def _with_log_probs(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Add log-probabilities before the first of several steps, and of the start model."""
+        found = {}
         if self.options.inner_steps > 1 and not self.options.ahead:
-            batches = _added(batches, OLD, self._log_probs(batches, "old"))
+            found[OLD] = self._log_probs(batches, "old")
         if self.options.kl_beta:
             frozen = self._frozen
             with adapters_off(self.runner.local) if frozen is None else frozen.in_place():
-                batches = _added(batches, START, self._log_probs(batches, "start"))
+                found[START] = self._log_probs(batches, "start")
+        for name, values in found.items():
+            if values is not None:
+                pairs = zip(batches, values, strict=True)
+                batches = [{**batch, name: one} for batch, one in pairs]
         return batches
 
     def _log_probs(self, batches: list[MicroBatch], name: str) -> list[torch.Tensor] | None:
@@ -487,12 +702,7 @@ class Rollouts:
         figures = {"reward": total_N.nanmean().item()}
         for one, values_N in zip(self.rewards.parts, all_RN, strict=True):
             figures[f"reward_{one.key}"] = values_N.nanmean().item()
-        return EvalResult(
-            loss=None,
-            token_accuracy=None,
-            num_targets=sum(count for _, count in told),
-            figures=figures,
-        )
+        return EvalResult(None, None, sum(count for _, count in told), figures=figures)
 
 
 def _plain(value: float) -> float | None:
@@ -500,10 +710,26 @@ def _plain(value: float) -> float | None:
     return value if value == value else None
 
 
-def _added(
-    batches: list[MicroBatch], name: str, log_probs: list[torch.Tensor] | None
-) -> list[MicroBatch]:
-    if log_probs is None:
-        return batches
-    pairs = zip(batches, log_probs, strict=True)
-    return [{**batch, name: values} for batch, values in pairs]
+class SampleFile:
+    """Answers with their rewards in `samples.jsonl` of the run folder, a line a prompt.
+
+    Args:
+        start_step: steps done; lines of later steps, from an earlier start, are removed.
+    """
+
+    def __init__(self, folder: Path, *, start_step: int) -> None:
+        self.path, kept = folder / "samples.jsonl", []
+        if self.path.exists():
+            for line in self.path.read_bytes().splitlines(keepends=True) if start_step else ():
+                with contextlib.suppress(ValueError):  # cut off by a crash
+                    if json.loads(line)["step"] <= start_step:
+                        kept.append(line)
+            draft = self.path.with_name("samples.jsonl.tmp")
+            draft.write_bytes(b"".join(kept))
+            os.replace(draft, self.path)
+
+    def __call__(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write the answers of a step."""
+        # half of a surrogate pair, which a row may have, is written as JSON escapes it
+        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in records)

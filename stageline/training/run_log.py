@@ -23,7 +23,7 @@ from stageline.pipeline.live_bytes import tensor_bytes
 from stageline.pipeline.recorder import TimelineEvent, describe_timeline
 from stageline.run_records import cut_torn_line, finite, read_log
 from stageline.stage import Stage
-from stageline.tables import format_table, human_bytes, human_count, human_memory
+from stageline.tables import human_bytes, human_count, human_memory
 from stageline.terminal import beside_bar, terminal
 from stageline.training.evaluation import EvalResult
 from stageline.training.memory import gather_peaks
@@ -46,7 +46,7 @@ class StepRecord(StepResult):
         seconds: from the batch to the updated weights.
         peak_memory_bytes: of each rank of the pipeline, or of each device of a single process.
         part_rates: part of the model -> its learning rate, of those that have one of their own.
-        wait_share: of the seconds since the last line on the screen, those before batches came.
+        wait_share: of the seconds since the last line, those before batches came.
         bubble: idle share of the time of all ranks; None: not measured.
     """
 
@@ -86,22 +86,23 @@ class StepRecord(StepResult):
             "peak_memory_bytes": list(self.peak_memory_bytes),
         }
         if self.problem is not None:
-            names = ("problem", "skipped_in_a_row", "num_skipped")
-            figures["trouble"] = {name: getattr(self, name) for name in names}
-            figures["trouble"]["rows"] = list(self.rows)
+            figures["trouble"] = {
+                "problem": self.problem,
+                "skipped_in_a_row": self.skipped_in_a_row,
+                "num_skipped": self.num_skipped,
+                "rows": list(self.rows),
+            }
         if self.warnings:
             figures["warnings"] = list(self.warnings)
         return figures
 
     def notes(self) -> list[str]:
         """Return lines for the screen about what is wrong with the step; mostly none."""
-        notes = list(self.warnings)
+        problem = self.problem
         if self.is_skipped:
             times = f"{self.skipped_in_a_row} in a row, {self.num_skipped} in all"
-            notes.insert(0, f"skipped, no weight changed ({times}): {self.problem}")
-        elif self.problem is not None:
-            notes.insert(0, self.problem)
-        return notes
+            problem = f"skipped, no weight changed ({times}): {problem}"
+        return [*([] if problem is None else [problem]), *self.warnings]
 
     def __str__(self) -> str:
         shown = {"loss": self.loss}
@@ -109,13 +110,11 @@ class StepRecord(StepResult):
             shown["router_loss"] = self.extra_loss
         own = {**self.answers, **self.figures}
         shown |= dict(list(own.items())[:MAX_SHOWN])  # the log has all
-        skipped = ["skipped"] if self.is_skipped else []
         rates = "".join(f", {part} {rate:.1e}" for part, rate in self.part_rates.items())
         fields = [f"{name} {value:.4f}" for name, value in shown.items()]
-        norm = f"grad_norm {self.grad_norm:.3g}"
-        return " | ".join(
-            [*fields, *skipped, norm, f"lr {self.learning_rate:.1e}{rates}", *self.pace]
-        )
+        fields += ["skipped"] * self.is_skipped
+        fields += [f"grad_norm {self.grad_norm:.3g}", f"lr {self.learning_rate:.1e}{rates}"]
+        return " | ".join([*fields, *self.pace])
 
     @property
     def pace(self) -> list[str]:
@@ -132,8 +131,7 @@ class RunLog:
     """The log of a run in its folder and on the screen; a context manager.
 
     Args:
-        folder: is made; gets log.jsonl, run.log, tensorboard/ and loss.png. An existing log is
-            continued.
+        folder: gets log.jsonl, run.log, tensorboard/ and loss.png. An existing log is continued.
         context: where this rank stands; None: it is the only one.
         start_step: steps done before; events and curves beyond it are replaced.
         log_steps: steps between two records; the first and the last step always have one.
@@ -157,14 +155,11 @@ class RunLog:
         lr_scales: Mapping[str, float] | None = None,
         tracker: Any | None = None,
     ) -> None:
-        self.folder = Path(folder)
-        self.context = context
+        self.folder, self.context = Path(folder), context
         self.is_main = context is None or context.is_main
         self.lr_scales = {part: scale for part, scale in (lr_scales or {}).items() if scale != 1.0}
         self._peaks: list[int] = []
-        self.total_steps = total_steps
-        self.start_step = start_step
-        self.log_steps = log_steps
+        self.total_steps, self.start_step, self.log_steps = total_steps, start_step, log_steps
         self._listeners: dict[str, Any] = {"to the tracker": tracker}
         self._beside = contextlib.ExitStack()
         if not self.is_main:
@@ -175,7 +170,11 @@ class RunLog:
         terminal.keep(self.folder / "run.log")
         cut_torn_line(self.path)
         self._file = self.path.open("a+", encoding="utf-8")
-        self._listeners[EVENTS] = _open_events(self.folder / "tensorboard", start_step)
+        try:
+            self._listeners[EVENTS] = _Events(self.folder / "tensorboard", start_step)
+        except ImportError as error:
+            told = f"note: no TensorBoard events are written ({error}); pip install tensorboard"
+            print(told, file=sys.stderr)
         if start_step and self.path.stat().st_size > 0:
             self._write("resume", start_step, {})
         # a bar that redraws itself is for terminals; a file of output gets lines
@@ -312,15 +311,10 @@ class RunLog:
         assert self.context is not None
         if not self._peaks or step % MEMORY_EVERY == 0:  # the first of a resumed run, too
             self._peaks = gather_peaks(self.context.devices, group=self.context.pp_group)
-        record = StepRecord(
-            **vars(result),
-            step=step,
-            seconds=seconds,
-            peak_memory_bytes=tuple(self._peaks),
-            part_rates={p: result.learning_rate * scale for p, scale in self.lr_scales.items()},
-            bubble=bubble,
-        )
-        self.log_step(record)
+        rates = {part: result.learning_rate * scale for part, scale in self.lr_scales.items()}
+        given: dict[str, Any] = {"step": step, "seconds": seconds, "bubble": bubble}
+        given |= {"peak_memory_bytes": tuple(self._peaks), "part_rates": rates, **vars(result)}
+        self.log_step(StepRecord(**given))
 
     def evaluated(
         self,
@@ -331,17 +325,31 @@ class RunLog:
         processor: Any,
         is_best: bool = False,
     ) -> None:
-        """Log an evaluation: figures, curve, and samples with their predictions.
-
-        Args:
-            is_best: the weights are kept as the best so far.
-        """
+        """Log an evaluation: figures, curve, and samples with their predictions."""
         figures: dict[str, float | bool] = {**result.named(), "num_targets": result.num_targets}
         self.log_eval(step, figures | ({"is_best": True} if is_best else {}))
         shown = [f"{name} {value:.4f}" for name, value in result.named().items()]
         self.say(f"step {step} | held-out {' | '.join(shown)} | num_targets {result.num_targets}")
-        if self.is_main and result.predicted:
-            self._draw_samples(step, result, dataset, processor)
+        if not self.is_main or not result.predicted:
+            return
+        from stageline.plotting.pictures import caption, plot_predictions
+        from stageline.plotting.pictures import shown as pictured
+
+        tokenizer = getattr(processor, "tokenizer", processor)
+        columns: list[tuple[Any, str, bool | None, str]] = []
+        for index, ids in enumerate(result.predicted):
+            if ids:  # else dropped, or another replica's
+                pictures, sample = dataset[index]
+                text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+                picture, question, answer = pictured(sample, pictures)
+                answer = answer.strip()
+                is_right = text == answer if answer else None
+                title = caption(question, text, answer)
+                columns.append((picture, title, is_right, str(sample.get("id", index))))
+        folder = self.folder / "samples"
+        folder.mkdir(exist_ok=True)
+        images, titles, correct, names = (list(one) for one in zip(*columns, strict=True))
+        plot_predictions(images, titles, correct, folder / f"step-{step:08d}.png", ids=names)
 
     def timeline(
         self,
@@ -349,12 +357,7 @@ class RunLog:
         measured: Sequence[TimelineEvent],
         ideal: Sequence[TimelineEvent] | None = None,
     ) -> None:
-        """Draw the timed step; a later one replaces it.
-
-        Args:
-            measured: of all ranks.
-            ideal: a simulation with the measured mean times.
-        """
+        """Draw the timed step of all ranks, and what the mean times would ideally give."""
         if not self.is_main or not measured:
             return
         from stageline.plotting.figures import plot_timeline
@@ -364,159 +367,56 @@ class RunLog:
         write_trace(measured, self.folder / "timeline.json")
         self.say(f"timeline of step {step}: {describe_timeline(measured, ideal)}")
 
-    def _draw_samples(self, step: int, result: EvalResult, dataset: Any, processor: Any) -> None:
-        from stageline.plotting.pictures import caption, plot_predictions, shown
-
-        tokenizer = getattr(processor, "tokenizer", processor)
-        images, titles, correct, names = [], [], [], []
-        for index, ids in enumerate(result.predicted):
-            if not ids:  # dropped, or another replica's
-                continue
-            pictures, sample = dataset[index]
-            text = tokenizer.decode(ids, skip_special_tokens=True).strip()
-            picture, question, answer = shown(sample, pictures)
-            answer = answer.strip()
-            images.append(picture)
-            titles.append(caption(question, text, answer))
-            correct.append(text == answer if answer else None)
-            names.append(str(sample.get("id", index)))
-        folder = self.folder / "samples"
-        folder.mkdir(exist_ok=True)
-        plot_predictions(images, titles, correct, folder / f"step-{step:08d}.png", ids=names)
-
 
 def scalars(figures: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers among the figures; of a list of numbers one for each rank."""
     numbers: dict[str, float] = {}
     for name, value in figures.items():
-        if isinstance(value, int | float):
-            numbers[name] = float(value)
-        elif isinstance(value, list | tuple):
-            for rank, item in enumerate(value):
-                if isinstance(item, int | float):
-                    numbers[f"{name}/rank_{rank}"] = float(item)
+        named = {name: value}
+        if isinstance(value, list | tuple):
+            named = {f"{name}/rank_{rank}": item for rank, item in enumerate(value)}
+        numbers |= {n: float(item) for n, item in named.items() if isinstance(item, int | float)}
     return numbers
 
 
 class _Events:
     """TensorBoard's events, told as a tracker is."""
 
-    def __init__(self, writer: Any) -> None:
-        self.writer = writer
-        self.close = writer.close
+    def __init__(self, folder: Path, start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import; one rank needs it
+
+        # evaluations at step 0 come before the first step, those at a later start have been made
+        purge_step = (start_step + 1 if start_step else 0) if folder.exists() else None
+        self.writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
+        self.close = self.writer.close
 
     def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
             self.writer.add_scalar(f"{kind}/{name}", value, step)
 
 
-def _open_events(folder: Path, start_step: int) -> _Events | None:
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import; one rank needs it
-    except ImportError as error:
-        told = f"note: no TensorBoard events are written ({error}); pip install tensorboard"
-        print(told, file=sys.stderr)
-        return None
-    # evaluations at step 0 come before the first step, those at a later start have been made
-    purge_step = (start_step + 1 if start_step else 0) if folder.exists() else None
-    return _Events(SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10))
-
-
-@dataclass(frozen=True)
-class StageSummary:
-    """One stage in figures.
-
-    Attributes:
-        layers: global indices of its layers, as text such as "0-6".
-        parts: names of the parts it holds.
-        num_parameters, num_trainable: a tied weight counts on each stage that holds it; a quantised
-            one has as many as it was made of.
-        num_bytes: of the weights.
-        notes: lines to print about it.
-        shared: name -> (parameters, trainable) of weights that other stages may hold, too.
-    """
-
-    stage: int
-    rank: int
-    device: str
-    layers: str
-    parts: str
-    num_parameters: int
-    num_trainable: int
-    num_bytes: int
-    notes: tuple[str, ...] = ()
-    shared: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-
-
-def count_parameters(stages: Sequence[StageSummary]) -> tuple[int, int]:
-    """Return all and the trainable parameters of these stages; a tied weight counts once."""
-    held: dict[str, tuple[int, int]] = {}
-    total = trained = 0
-    for one in stages:
-        again = [counts for name, counts in one.shared.items() if name in held]
-        total += one.num_parameters - sum(count for count, _ in again)
-        trained += one.num_trainable - sum(count for _, count in again)
-        held.update(one.shared)
-    return total, trained
-
-
-def format_stage_table(stages: Sequence[StageSummary]) -> str:
-    """Return a line a stage and, where there are several, a line of totals.
-
-    The share is that of the weights' bytes. A tied weight has its bytes on each stage that holds
-    it, and its parameters once in the totals.
-    """
-    all_bytes = max(sum(stage.num_bytes for stage in stages), 1)
-    texts = ["stage", "rank", "device", "layers", "parts"]
-    table = [[*texts, "parameters", "trainable", "weights", "share"]]
-    groups = [[one] for one in stages] + ([list(stages)] if len(stages) > 1 else [])
-    for group in groups:
-        one, num_bytes = group[0], sum(each.num_bytes for each in group)
-        place = [str(one.stage), str(one.rank), one.device, one.layers, one.parts]
-        if len(group) > 1:
-            place = ["all", "", "", "", ""]
-        counts = map(human_count, count_parameters(group))
-        table.append([*place, *counts, human_bytes(num_bytes), f"{num_bytes / all_bytes:.1%}"])
-    rules = [1] if len(stages) == 1 else [1, len(table) - 1]
-    return format_table(table, num_texts=len(texts), rules=rules)
-
-
-def show_stages(summaries: Sequence[StageSummary], *, group: dist.ProcessGroup | None) -> None:
-    """Print the stages in a line, and their table into run.log; every rank calls this."""
+def show_stages(models: Sequence[Stage], *, group: dist.ProcessGroup | None) -> None:
+    """Print layers, parameters and bytes of all stages in a line; every rank calls this."""
+    own = []
+    for model in models:
+        parameters = dict(model.named_parameters())
+        tower = getattr(model, "tower_layers", None)
+        layers = tower or model.layers
+        start = getattr(model, "start", None) if model.stage == 0 else None
+        counts = {name: (num_weights(p), p.requires_grad) for name, p in parameters.items()}
+        place = f"{'tower ' if tower else ''}{layers[0]}-{layers[-1]}"
+        notes = (*getattr(model, "notes", ()), *getattr(start, "notes", ()))
+        own.append((model.stage, place, tensor_bytes(parameters.values()), counts, notes))
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, list(summaries), group=group)
-    stages = sorted((s for part in gathered for s in part), key=lambda s: s.stage)
-    for note in dict.fromkeys(note for one in stages for note in one.notes):
+    dist.all_gather_object(gathered, own, group=group)
+    stages = sorted(one for part in gathered for one in part)
+    for note in dict.fromkeys(note for *_, notes in stages for note in notes):
         terminal.say(note)
-    terminal.say(format_stage_table(stages), is_detail=True)
-    layers = " | ".join(one.layers for one in stages)
-    weights = " | ".join(human_bytes(one.num_bytes) for one in stages)
-    count, trained = map(human_count, count_parameters(stages))
+    counts = {name: count for *_, own_counts, _ in stages for name, count in own_counts.items()}
+    trained = human_count(sum(count for count, is_trained in counts.values() if is_trained))
     terminal.say(
-        f"{len(stages)} stage{'s' * (len(stages) > 1)}, layers {layers}: {count} parameters, "
-        f"{trained} trainable; weights {weights}"
-    )
-
-
-def summarize_stage(model: Stage, context: DistributedContext) -> StageSummary:
-    """Return the figures of one stage of this rank."""
-    parameters = dict(model.named_parameters())
-    counts = {n: (num_weights(p), num_weights(p) * p.requires_grad) for n, p in parameters.items()}
-    shared = getattr(model, "shared_names", ())
-    start = getattr(model, "start", None) if model.stage == 0 else None
-    held = [part for part in model.parts() if part in set(map(model.part_of, parameters))]
-    # "0-6", and "tower 0-11" for a stage of a vision tower
-    tower = getattr(model, "tower_layers", None)
-    layers = tower or model.layers
-    return StageSummary(
-        stage=model.stage,
-        rank=context.rank,
-        device=" ".join(map(str, context.devices)),
-        layers=f"{'tower ' if tower else ''}{layers[0]}-{layers[-1]}",
-        parts="+".join(held),
-        num_parameters=sum(count for count, _ in counts.values()),
-        num_trainable=sum(trained for _, trained in counts.values()),
-        num_bytes=tensor_bytes(parameters.values()),
-        notes=(*getattr(model, "notes", ()), *getattr(start, "notes", ())),
-        shared={name: counts[name] for name in shared if name in counts},
+        f"{len(stages)} stage{'s' * (len(stages) > 1)}, layers "
+        f"{' | '.join(layers for _, layers, *_ in stages)}: "
+        f"{human_count(sum(count for count, _ in counts.values()))} parameters, {trained} "
+        f"trainable; weights {' | '.join(human_bytes(size) for _, _, size, *_ in stages)}"
     )

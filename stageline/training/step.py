@@ -6,6 +6,7 @@ get the same result.
 
 import functools
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,19 +14,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from stageline import progress
 from stageline.data.batches.batch import count_samples
 from stageline.device import is_accelerator, sent
-from stageline.errors import UserError
+from stageline.errors import DataError, UserError
 from stageline.modules.recompute import RandomState
 from stageline.pipeline.plan import Action, Kind
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
-from stageline.training.agreement import check_agreement
 from stageline.training.grad_norm import (
     Ownership,
-    clip_gradients,
     gather_norms,
     gather_owners,
     stages_without_gradient,
@@ -38,7 +38,7 @@ from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.replicas import Replicas
 from stageline.training.timeline import StepTimeline
 
-_shapes: list[tuple[int, ...]] = []
+current_shapes: list[tuple[int, ...]] = []  # [rows, tokens] of each micro-batch of the step
 OPERATIONS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -93,33 +93,76 @@ def recorded_event(device: torch.device) -> Any:
 def begin_step(step: int, micro_batches: Sequence[MicroBatch] = ()) -> None:
     """Note how many optimizer steps are done, and the shapes of the next one, for reports."""
     progress.at_step(step)
-    _shapes[:] = [tuple(batch["input_ids"].shape) for batch in micro_batches]
+    current_shapes[:] = [tuple(batch["input_ids"].shape) for batch in micro_batches]
 
 
-def current_shapes() -> list[tuple[int, ...]]:
-    """Return [rows, tokens] of each micro-batch of the running step."""
-    return list(_shapes)
+# pixels are made on the first stage only
+SHARED = ("input_ids", "labels", "loss_kl_input_ids", "loss_kl_labels")
+
+
+def check_agreement(
+    micro_batches: Sequence[Mapping[str, torch.Tensor]], *, group: dist.ProcessGroup | None
+) -> None:
+    """Compare a hash over the pipeline, before a step sends anything; every rank calls this.
+
+    Each rank loads its micro-batches itself and computes shapes from them. Where they differ, gloo
+    fills a buffer in part or ends the process, and different tokens would go unseen.
+
+    Raises:
+        DataError: ranks differ; on all of them.
+    """
+    num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    if num_ranks == 1:
+        return
+    described = []  # shapes, types and checksums of each micro-batch
+    for batch in micro_batches:
+        words = []
+        for name in (one for one in SHARED if one in batch):
+            value = batch[name].cpu().contiguous()
+            checksum = zlib.crc32(value.flatten().view(torch.uint8).numpy().data)
+            kind = str(value.dtype).removeprefix("torch.")
+            words.append(f"{name} {tuple(value.shape)} {kind} (contents {checksum:08x})")
+        described.append(" ".join(words))
+    # on the CPU where the group can: no wait for an accelerator
+    has_gloo = "cpu" in str(dist.get_backend_config(group))
+    device = "cpu" if has_gloo else torch.accelerator.current_accelerator()
+    own = torch.tensor([zlib.crc32("\n".join(described).encode())], device=device)
+    hashes = [torch.empty_like(own) for _ in range(num_ranks)]
+    with progress.doing("other ranks at the start of a step", is_waiting=True):
+        dist.all_gather(hashes, own, group=group)
+        if all(torch.equal(other, own) for other in hashes):
+            return
+        gathered: list[list[str]] = [[] for _ in range(num_ranks)]
+        dist.all_gather_object(gathered, described, group=group)
+    first = gathered[0]
+    rank, other = next((rank, one) for rank, one in enumerate(gathered) if one != first)
+    what = f"{len(first)} and {len(other)} micro-batches of one step"
+    if len(first) == len(other):
+        index = next(index for index, one in enumerate(first) if one != other[index])
+        what = (
+            f"different micro-batches {index} of one step: {first[index]} on rank 0, "
+            f"{other[index]} on rank {rank}"
+        )
+    raise DataError(
+        f"stage ranks 0 and {rank} of a pipeline made {what}. Make the dataset and the collate "
+        "part give the same on every rank: no randomness of their own, no files that differ."
+    )
 
 
 class SharedFigures:
     """Sums of scalars over the ranks of a pipeline and its replicas; every rank calls this.
 
     Only the last stage knows the names of a loss's figures, when it calls the loss; they are
-    exchanged once.
+    exchanged once, and known in one order on all ranks then.
 
     Args:
         device: of tensors that are sent.
-
-    Attributes:
-        names: of figures, known on all ranks, in one order.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None, *, replicas: Replicas, device: torch.device
     ) -> None:
-        self.group = group
-        self.replicas = replicas
-        self.device = device
+        self.group, self.replicas, self.device = group, replicas, device
         self.names: list[str] = []
 
     def sum(
@@ -137,12 +180,9 @@ class SharedFigures:
             local: numbers on this rank's device that come to the host with the sums, so that the
                 host waits for its device once; they are returned too.
         """
-
-        def values() -> list[torch.Tensor]:
-            return [figures.get(name, torch.zeros(())) for name in self.names]
-
         is_new = torch.tensor(float(any(name not in self.names for name in figures)))
-        found = self._sum([*facts, is_new, *values()], local)
+        values = [figures.get(name, torch.zeros(())) for name in self.names]
+        found = self._sum([*facts, is_new, *values], local)
         found, brought = found[: -len(local)], found[-len(local) :]
         sums = found[len(facts) + 1 :]
         if found[len(facts)] > 0:
@@ -150,15 +190,15 @@ class SharedFigures:
             dist.all_gather_object(gathered, list(figures), group=self.group)
             told = self.replicas.gather([name for names in gathered for name in names])
             self.names = list(dict.fromkeys([*self.names, *(n for names in told for n in names)]))
-            sums = self._sum(values(), local[:0])
+            values = [figures.get(name, torch.zeros(())) for name in self.names]
+            sums = self._sum(values, local[:0])
         return found[: len(facts)], dict(zip(self.names, sums, strict=True)), brought
 
     def _sum(self, values: Sequence[torch.Tensor], local: torch.Tensor) -> list[float]:
         own = [value.detach() for value in values]
-        of_host = [value for value in own if value.device.type == "cpu"]
-        if self.device.type != "cpu" and of_host:
-            # one copy to the device, without a wait
-            arrived = iter(sent(torch.stack(of_host), self.device).unbind())
+        if self.device.type != "cpu":  # one copy to the device, without a wait
+            of_host = [value for value in own if value.device.type == "cpu"]
+            arrived = iter(sent(torch.stack(of_host), self.device).unbind() if of_host else ())
             own = [next(arrived) if value.device.type == "cpu" else value for value in own]
         total = torch.stack([value.to(self.device) for value in own])
         with progress.doing("the other ranks at the end of a step", is_waiting=True):
@@ -176,14 +216,11 @@ class StepResult:
         loss: of the whole batch, of all replicas; only what the loss_fn part returned, so that it
             can be compared between models.
         grad_norm: before clipping; may be inf or nan when the step was skipped.
-        num_tokens: tokens without padding.
-        num_targets: supervised tokens.
-        num_samples: samples with at least one of them.
+        num_tokens: without padding; `num_targets`: supervised ones; `num_samples`: with a target.
         is_skipped: the loss or a gradient was not finite, or a spike; no weight changed.
         wants_stop: some rank was asked to stop, by a signal.
         extra_loss: the model's own (router) loss, weighted; trained on, not in `loss`.
-        problem: why the step was skipped, or what is odd about it, with its place.
-        rows: dataset rows of a step with a problem, of all replicas.
+        problem, rows: why the step was skipped, or is odd, and its dataset rows, of all replicas.
         skipped_in_a_row, num_skipped: steps up to this one, and since the start of the run.
         warnings: problems that do not stop a run.
         figures: named figures that the loss_fn part returned besides its loss.
@@ -214,12 +251,10 @@ class TrainStep:
     """Runs optimizer steps.
 
     Args:
-        runner: the pipeline of this rank's stage.
         make_optimizer: gets this stage's {name: parameter to update}; returns the optimizer, or
             None where nothing trains.
         learning_rate: step -> rate; the first step is 0.
         max_grad_norm: clip to this norm; 0 does not clip.
-        scaler: loss scaling for fp16.
         timeline: times the passes of some steps.
         replicas: copies of the pipeline that share each step; None: there is one.
         skips: decides which steps change no weight, and counts them.
@@ -231,7 +266,7 @@ class TrainStep:
         self,
         runner: PipelineRunner,
         *,
-        make_optimizer: Callable[[dict[str, torch.nn.Parameter]], torch.optim.Optimizer | None],
+        make_optimizer: Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer | None],
         loss_fn: Callable[..., Any],
         learning_rate: Callable[[int], float],
         max_grad_norm: float = 1.0,
@@ -240,18 +275,17 @@ class TrainStep:
         replicas: Replicas | None = None,
         skips: Skips | None = None,
         prepare: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = list,
-        make_weights: Callable[[dict[str, torch.nn.Parameter]], MasterWeights] = MasterWeights,
+        make_weights: Callable[[dict[str, nn.Parameter]], MasterWeights] = MasterWeights,
     ) -> None:
-        self.runner = runner
-        self.prepare = prepare
-        self.loss_fn = loss_fn
-        self.part = LossPart.of(loss_fn)
-        self.learning_rate = learning_rate
-        self.max_grad_norm = max_grad_norm
+        self.runner, self.prepare = runner, prepare
+        self.loss_fn, self.part = loss_fn, LossPart.of(loss_fn)
+        self.learning_rate, self.max_grad_norm = learning_rate, max_grad_norm
         self.scaler = scaler or LossScaler(enabled=False)
-        self.timeline = timeline
-        self.replicas = replicas or Replicas()
-        self.skips = skips or Skips()
+        self.timeline, self.replicas, self.skips = (
+            timeline,
+            replicas or Replicas(),
+            skips or Skips(),
+        )
         self.shared_figures = SharedFigures(
             runner.group, replicas=self.replicas, device=runner.device
         )
@@ -269,12 +303,10 @@ class TrainStep:
                 "every parameter of every stage is frozen. Drop one of `frozen_vit`, `frozen_llm` "
                 "and the like, or add LoRA (`llm_lora_num` 1)."
             )
-        stage_of = {
-            name: model.stage
-            for model in reversed(runner.local.models)  # a shared weight belongs to the first
-            for name, _ in model.named_parameters()
-            if name in trainable
-        }
+        stage_of: dict[str, int] = {}
+        for model in runner.local.models:  # a shared weight belongs to the first
+            for name, _ in model.named_parameters():
+                stage_of.setdefault(name, model.stage)
         self.owners = gather_owners(self.ownership, stage_of)
         self._stages_told: set[int] = set()
 
@@ -370,14 +402,13 @@ class TrainStep:
                 stages = set(stages_without_gradient(each_norm, self.owners)) - self._stages_told
                 self._stages_told |= stages
                 warnings = tuple(
-                    f"all gradients of stage {stage} are zero, so it learns nothing from this "
-                    "step: look for frozen or disconnected parts, or a loss that does not depend "
-                    "on it"
+                    f"all gradients of stage {stage} are zero, so it learns nothing: look for "
+                    "frozen or disconnected parts, or a loss that does not depend on it"
                     for stage in sorted(stages)
                 )
             with progress.doing("optimizer"):
                 if self.max_grad_norm > 0:
-                    clip_gradients(parameters, max_norm=self.max_grad_norm, total_norm=norm)
+                    nn.utils.clip_grads_with_norm_(parameters.values(), self.max_grad_norm, norm)
                 if self.optimizer is not None:
                     set_learning_rate(self.optimizer.param_groups, rate)
                     self.weights.update(self.optimizer.step)

@@ -1,7 +1,4 @@
-"""The timeline of one optimizer step: the times of all ranks' passes, as a trace.
-
-`stageline/plotting/figures.py` draws it.
-"""
+"""The timeline of one optimizer step, as a trace; `stageline/plotting/figures.py` draws it."""
 
 import json
 from collections import defaultdict
@@ -21,7 +18,6 @@ from stageline.pipeline.recorder import (
     TimelineEvent,
     extent,
     split_waits,
-    stages_by_rank,
 )
 from stageline.pipeline.runner import PipelineRunner
 from stageline.planner.simulate import Durations, simulate
@@ -33,9 +29,7 @@ class StepTimeline:
     """A record of step `step` (from 0; below 0: none) and every tenth one."""
 
     def __init__(self, runner: PipelineRunner, *, step: int) -> None:
-        self.runner = runner
-        self.step = step
-        self._num_micro_batches = 0
+        self.runner, self.step, self._num_micro_batches = runner, step, 0
         self._recorder = Recorder(runner.device, rank=runner.pp_rank)
 
     def is_timed(self, step: int) -> bool:
@@ -80,47 +74,29 @@ def mean_durations(events: Sequence[TimelineEvent]) -> Durations:
 
 def write_trace(events: Sequence[TimelineEvent], path: Path) -> None:
     """Write Chrome trace events; the same events, in any order, give the same file."""
-    temporary = path.with_name(path.name + ".tmp")
     trace = {"traceEvents": trace_events(events), "displayTimeUnit": "ms"}
-    temporary.write_text(json.dumps(trace, indent=0, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    path.write_text(json.dumps(trace, indent=0, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def trace_events(events: Sequence[TimelineEvent]) -> list[dict[str, Any]]:
-    """Return names of ranks and stages first, then the spans in order of rank and time, in us.
+    """Return the spans in order of rank and time, in us: a process is a rank, a thread a stage.
 
-    A process per rank; in it a thread per stage, and one for waits.
+    Waits have a thread of their own behind those of the stages.
     """
-    held = stages_by_rank(events)
-    # this number belongs to no stage, and is the same in every process
-    waits = 1 + max((stage for stages in held.values() for stage in stages), default=0)
+    waits = 1 + max((event.stage for event in events), default=0)
     origin, _ = extent(events)
-    told: list[dict[str, Any]] = []
-    for rank, stages in held.items():
-        threads = [("process", 0, f"rank {rank}", rank)]
-        threads += [("thread", stage, f"stage {stage}", stage) for stage in stages]
-        if any(event.kind in WAITS for event in events if event.rank == rank):
-            threads.append(("thread", waits, "waits", waits))
-        for what, thread, text, order in threads:
-            place = {"ph": "M", "pid": rank, "tid": thread}
-            told.append({"name": f"{what}_name", **place, "args": {"name": text}})
-            told.append({"name": f"{what}_sort_index", **place, "args": {"sort_index": order}})
-    for event in sorted(
-        events, key=lambda e: (e.rank, e.start, e.end, e.stage, e.kind, e.micro_batch)
-    ):
-        is_wait = event.kind in WAITS
-        names = ("stage", "micro_batch", "kind")
-        told.append(
-            {
-                # one colour a kind: Perfetto leaves numbers out when it chooses
-                "name": f"{KIND_NAMES[event.kind]} {event.micro_batch}",
-                "cat": event.kind if is_wait else "compute",
-                "ph": "X",
-                "pid": event.rank,
-                "tid": waits if is_wait else event.stage,
-                "ts": round((event.start - origin) * 1e6, 3),
-                "dur": round((event.end - event.start) * 1e6, 3),
-                "args": {name: getattr(event, name) for name in names},
-            }
-        )
-    return told
+    ordered = sorted(events, key=lambda e: (e.rank, e.start, e.end, e.stage, e.kind, e.micro_batch))
+    return [
+        {
+            # one colour a kind: Perfetto leaves numbers out when it chooses
+            "name": f"{KIND_NAMES[event.kind]} {event.micro_batch}",
+            "cat": event.kind if event.kind in WAITS else "compute",
+            "ph": "X",
+            "pid": event.rank,
+            "tid": waits if event.kind in WAITS else event.stage,
+            "ts": round((event.start - origin) * 1e6, 3),
+            "dur": round((event.end - event.start) * 1e6, 3),
+            "args": {name: getattr(event, name) for name in ("stage", "micro_batch", "kind")},
+        }
+        for event in ordered
+    ]

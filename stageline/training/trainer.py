@@ -1,41 +1,34 @@
 """One training run: the constructor builds it in reading order, `train` is the loop over steps.
 
-What a run is made of comes from `Parts`. Streaming, GRPO and preference training enter at two
-seams: `make_batch` (a loader, or answers that the stages draw) and `TrainStep.run_passes` (the
-runner, and what `prepare` adds to the micro-batches).
+What a run is made of comes from commands/train_parts.py. Streaming, GRPO and preference training
+enter at two seams: `make_batch` (a loader, or answers that the stages draw) and
+`TrainStep.run_passes` (the runner, and what `prepare` adds to the micro-batches).
 """
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from stageline import progress
-from stageline.checkpoint.layout import Ranks
+from stageline.checkpoint.resume import claim_run_folder, find_resume_point
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import CheckpointWriter, set_aside
-from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.rows.readers import data_fingerprint
 from stageline.distributed.failure_record import open_log
 from stageline.distributed.process_group import DistributedContext
+from stageline.distributed.ranks import Ranks
 from stageline.distributed.stop import stop_requested
 from stageline.errors import NonFiniteError, spelled
 from stageline.pipeline.recorder import bubble
-from stageline.pipeline.runner import MicroBatch, PipelineRunner
-from stageline.stage import Stage
+from stageline.pipeline.runner import MicroBatch
 from stageline.terminal import terminal
-from stageline.training.evaluation import (
-    BestCheckpoint,
-    EarlyStop,
-    evaluate,
-    figure_of,
-)
-from stageline.training.loss_part import LossPart
+from stageline.training.evaluation import BestCheckpoint, EarlyStop, evaluate, figure_of
 from stageline.training.memory import MemoryAccount
 from stageline.training.nonfinite import Skips
 from stageline.training.precision import LossScaler, MasterWeights
@@ -47,8 +40,7 @@ from stageline.training.reference import (
     reference_table,
 )
 from stageline.training.replicas import Replicas, ShardedReplicas, share_rows
-from stageline.training.resume import ResumePoint, claim_run_folder, find_resume_point
-from stageline.training.run_log import RunLog, show_stages, summarize_stage
+from stageline.training.run_log import RunLog, show_stages
 from stageline.training.step import StepResult, TrainStep
 from stageline.training.timeline import StepTimeline
 
@@ -58,23 +50,7 @@ LONGEST_SAVE = timedelta(hours=2)  # a rank waits at most this long for others t
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """The settings of the loop.
-
-    Attributes:
-        output_dir: run folder.
-        resume: "auto", the path of a checkpoint, or None.
-        dp_shard: replicas share weights and optimizer state.
-        max_grad_norm: clip to this norm; 0 = off.
-        max_skipped, spike_sigma, spike_action: see `Skips`.
-        timeline_step: step whose passes are drawn; 0 = none.
-        log_steps: steps between two records of the log.
-        eval_steps, save_steps: steps between evaluations and checkpoints; 0 = only at the end.
-        patience, stop_metric, stop_delta: see `EarlyStop`.
-        save_best: held-out figure whose best weights are kept; "none" = off.
-        keep_last: checkpoints that stay; 0 = all.
-        sync_save: write checkpoints before training continues.
-        reference: where the reference model of a preference loss comes from.
-    """
+    """The settings of the loop, named as the options that set them (docs/options.md)."""
 
     output_dir: str
     resume: str | None
@@ -98,78 +74,18 @@ class TrainerConfig:
     reference: Mode
 
 
-class Parts(Protocol):
-    """The components of a run with their options bound; `commands/train_parts.py` makes them.
-
-    Attributes:
-        data: with `train` and `test`, datasets or None, and `processor`.
-        lr_scales: part of the model -> multiple of the scheduled learning rate.
-        make_runner: what runs the passes: a `PipelineRunner`, or one that streams the stages from
-            host memory.
-        make_loss: gets the last stage of this rank.
-        make_optimizer: gets parameters by name, and the function name -> part of the model.
-        make_learning_rate: returns a function step -> rate.
-    """
-
-    data: Any
-    lr_scales: Mapping[str, float]
-    make_runner: Callable[[Sequence[Stage], DistributedContext], Any]
-    make_loss: Callable[[Stage], LossPart]
-    make_optimizer: Callable[..., Any]
-    make_learning_rate: Callable[[], Any]
-
-    def settings(self) -> dict[str, object]:
-        """Return what decides the course of training; it is saved with each checkpoint."""
-
-    def check_same_run(self, point: ResumePoint) -> None:
-        """Refuse to resume a checkpoint of a run with other settings."""
-
-    def build_stages(
-        self, context: DistributedContext, point: ResumePoint | None
-    ) -> Sequence[Stage]:
-        """Check the split, then build and fill the stages of this rank."""
-
-    def make_loader(
-        self,
-        dataset: Any,
-        context: DistributedContext,
-        runner: PipelineRunner,
-        *,
-        is_evaluation: bool,
-        start_step: int = 0,
-        position: Any = None,
-    ) -> MicroBatchLoader:
-        """Return what gives the micro-batches of each step."""
-
-    def make_rollouts(
-        self,
-        context: DistributedContext,
-        runner: PipelineRunner,
-        replicas: Replicas,
-        point: ResumePoint | None,
-    ) -> Any:
-        """Return (`Rollouts`, held-out prompts); None where rows have their answers."""
-
-    def reference_key(self, dataset: Any) -> str:
-        """Identify what the reference log-probabilities of a dataset depend on."""
-
-    def save_config(self, folder: Path) -> None:
-        """Write the settled options and the rows that are left out; rank 0 calls this."""
-
-    def make_tracker(self, folder: Path, start_step: int) -> object | None: ...
-
-
 class Trainer:
     """A run from its folder to its last checkpoint; every rank makes one and calls `run`.
 
     Args:
+        parts: the components with their options bound, `TrainingParts` of commands/train_parts.py.
         memory: is told the step, whose tensors it counts when memory runs out.
     """
 
     def __init__(
         self,
         config: TrainerConfig,
-        parts: Parts,
+        parts: Any,
         context: DistributedContext,
         *,
         memory: MemoryAccount,
@@ -195,7 +111,7 @@ class Trainer:
 
         # Stages, shared out among replicas, and their runner
         stages = parts.build_stages(context, point)
-        summaries = [summarize_stage(stage, context) for stage in stages]
+        show_stages(stages, group=context.pp_group)
         self.replicas = Replicas(context.dp_group)
         self.replicas.check_equal(stages)
         if config.dp_shard:
@@ -204,7 +120,6 @@ class Trainer:
         if context.is_main:
             parts.save_config(folder)
         open_log()
-        show_stages(summaries, group=context.pp_group)
 
         # Loss, optimizer, and the step that uses them
         self.settings = parts.settings()
@@ -269,13 +184,7 @@ class Trainer:
 
         # The reference model of a preference loss; its passes put shared-out weights together, so
         # it comes after the optimizer, which must not see them
-        if self.rollouts is None:
-            self.reference_mode = self._prepare_reference(begun_as=facts.get("reference"))
-        else:
-            self.reference_mode = self.rollouts.start_mode
-            if self.reference_mode is not None:
-                why = self.rollouts.start_reason
-                terminal.say(f"reference of the loss: {self.reference_mode} ({why})")
+        self.reference_mode = self._prepare_reference(begun_as=facts.get("reference"))
 
         # Evaluation: the best weights so far, and whether the run continues
         is_known = facts.get("held_out", self.held_out_rows) == self.held_out_rows
@@ -303,9 +212,7 @@ class Trainer:
             lr_scales=parts.lr_scales,
             tracker=parts.make_tracker(folder, self.start_step) if context.is_main else None,
         )
-        self.early_stop = EarlyStop(
-            config.patience, metric=config.stop_metric, delta=config.stop_delta
-        )
+        self.early_stop = EarlyStop(config.patience, config.stop_metric, config.stop_delta)
         self.is_evaluated = False  # after `start_step`
         if point is not None and is_known:  # the checkpoint may be of a run in another folder
             earlier = self.report.evaluations(point.folder.parent.parent)
@@ -318,7 +225,12 @@ class Trainer:
         Returns:
             Where it comes from; None: the loss needs none.
         """
-        runner = self.runner
+        runner, rollouts = self.runner, self.rollouts
+        if rollouts is not None:  # they ask it themselves
+            if rollouts.start_mode is not None:
+                why = rollouts.start_reason
+                terminal.say(f"reference of the loss: {rollouts.start_mode} ({why})")
+            return rollouts.start_mode
         plain = Reference(runner, loss=self.loss_fn, replicas=self.replicas)
         self.train_step.prepare = self.prepare_held_out = plain
         if not plain.needs_reference:
@@ -330,26 +242,23 @@ class Trainer:
             begun_as=begun_as,
         )
         terminal.say(f"reference of the loss: {mode} ({why})")
-        prepared = {}
+        prepared = []
         for name, dataset in (("train", self.data.train), ("test", self.data.test)):
             source: Any = functools.partial(from_columns, runner) if mode == "columns" else None
             if mode == "precompute" and dataset is not None:
-                loader = self.parts.make_loader(dataset, self.context, runner, is_evaluation=True)
                 source = reference_table(
                     runner,
-                    loader,
+                    self.parts.make_loader(dataset, self.context, runner, is_evaluation=True),
                     path=self.checkpoints.parent / "reference" / f"{name}.safetensors",
                     key=self.parts.reference_key(dataset),
                     num_samples=len(dataset),
-                    num_batches=len(loader),
                     needs_kl=plain.needs_kl,
                     is_start=self.start_step == 0,
                     replicas=self.replicas,
                 )
-            prepared[name] = Reference(
-                runner, loss=self.loss_fn, source=source, replicas=self.replicas
-            )
-        self.train_step.prepare, self.prepare_held_out = prepared["train"], prepared["test"]
+            given = {"loss": self.loss_fn, "source": source, "replicas": self.replicas}
+            prepared.append(Reference(runner, **given))
+        self.train_step.prepare, self.prepare_held_out = prepared
         return mode
 
     def run(self) -> None:
@@ -469,8 +378,8 @@ class Trainer:
             terminal.say(kept)
         if self.config.patience:
             self.early_stop.see(step, figure_of(result, self.early_stop.metric))
-            if self.early_stop.is_over:
-                terminal.say(str(self.early_stop))
+        if self.early_stop.is_over:
+            terminal.say(str(self.early_stop))
         return self.early_stop.is_over
 
     def save(self, step: int) -> None:
@@ -485,7 +394,6 @@ class Trainer:
         }
         if self.rollouts is not None:
             facts["answers"] = self.rollouts.answers_ahead()
-            facts["start"] = self.rollouts.start_fingerprint()
         self.writer.save(step, facts)
         self.tell_saved()
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.load import CheckpointMismatch
+from stageline.distributed.ranks import Ranks
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import MicroBatch
 from stageline.tables import format_table

@@ -18,7 +18,7 @@ from stageline.checkpoint.files import (
     tensor_shapes,
     weight_files,
 )
-from stageline.checkpoint.layout import Ranks
+from stageline.distributed.ranks import Ranks
 from stageline.errors import CheckpointError
 from stageline.modules.lora import WRAPPED, is_lora_name
 from stageline.modules.stage_names import StageNames, check_names, names_of_stage

@@ -27,8 +27,8 @@ from transformers import PretrainedConfig
 
 from stageline import progress
 from stageline.cache_trial import randomise
-from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.load import quiet
+from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.model_folder import attention_options, called_alike, find_folder, load_config
 from stageline.pipeline.topology import stage_layers

@@ -172,7 +172,7 @@ def refuses_another_start(job, name, *options, ranks):
     values["lm_head.weight"] += 0.01
     save_file(values, moved / "model.safetensors", metadata={"format": "pt"})
     done = run(job, name, *options, "--resume", "auto", "--model-path", moved, ranks=ranks)
-    assert done.code == 2 and "has other weights than the one" in done.err, done.err
+    assert done.code != 0 and "start weights" in done.err, done.err
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("full", 2), ("ahead", 1)])

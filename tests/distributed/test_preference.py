@@ -312,7 +312,7 @@ def train(rank, num_ranks, schedule, kind, folder=None):
     source = None
     if folder:
         made = {"path": folder / "t.safetensors", "key": "k", "needs_kl": kind == "kto"}
-        made |= {"num_samples": 5, "num_batches": 1}
+        made |= {"num_samples": 5}
         source = reference_table(runner, [batches], **made, is_start=True)
         again = reference_table(runner, [], **made, is_start=False)
         assert (source.values is None) == (again.values is None)

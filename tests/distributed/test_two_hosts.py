@@ -149,9 +149,7 @@ def test_a_run_on_two_hosts_has_the_losses_of_one(hosts, job, tmp_path):
     configs = [(folder / "config.yaml").read_text() for folder in (alone, tmp_path / "run")]
     assert configs[0] == configs[1].replace(str(tmp_path / "run"), str(alone))
     assert list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))
-    assert "1 pipeline of 2 ranks; between machines: 1 border (of ranks 0|1)" in (
-        logs[0].read_text()
-    )
+    assert "1 pipelines of 2 ranks: pipelines 0 cross machines" in logs[0].read_text()
     assert said(logs[1]) == []  # only machine 0 writes
 
 

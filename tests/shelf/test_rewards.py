@@ -127,7 +127,7 @@ def test_what_is_late_does_not_depend_on_how_long_answers_take(monkeypatch):
     first, second = rewards.begin(), rewards.begin()
     first.add(["", ""], ["1", "2"], [{}, {}])
     second.add([""], ["4"], [{}])
-    while first._works[0]._clock != (1, None):
+    while first._works[0].seconds != 1:
         time.sleep(0.001)
     now[0] += 100  # the next answers take that long
     first.add([""], ["3"], [{}])

@@ -5,7 +5,7 @@ import pytest
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
 from stageline.cache_trial import cache_name
-from stageline.checkpoint.layout import Ranks
+from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.inference.decoding.cache import Window
 from stageline.inference.decoding.stage_decoder import StageDecoder

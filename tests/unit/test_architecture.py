@@ -65,7 +65,7 @@ ROOM_ARROWS = {
     "verify": {"training", "stages", "inference", *MIDDLE, *LOW},
     "pipeline": {*LOW},
     "stages": {"pipeline", "checkpoint", *LOW},
-    "checkpoint": {*LOW},
+    "checkpoint": {"distributed", *LOW},
     "tasks": {"data"},
     "distributed": set(),
     "modules": set(),

@@ -18,7 +18,7 @@ from options.fields import OptionError, absolute, check_limits, option_fields, v
 from options.train import RunConfig
 from pp_models import CausalLMStage
 from stageline.checkpoint.adapter import find_base
-from stageline.checkpoint.files import weight_files
+from stageline.checkpoint.files import weight_files, weights_fingerprint
 from stageline.checkpoint.load import load_split_model
 from stageline.data.rows.sets import OneSet, chosen_sets
 from stageline.errors import CheckpointError, UserError
@@ -33,7 +33,6 @@ from stageline.hub import (
     with_commit,
 )
 from stageline.model_folder import load_config
-from stageline.training.reference import weights_fingerprint
 from tests.helpers.hub_server import TOKEN, running_hub
 from tests.helpers.tiny_checkpoints import tiny_whole
 

@@ -103,9 +103,9 @@ def test_the_card_of_a_run(tmp_path):
         "tags": ["stageline", "llama"],
         "datasets": ["data/rows.jsonl"],
     }
-    assert "| train-model | `llama` |" in text
-    assert "| learning-rate | 0.002 |" in text
-    assert "| optimizer.beta2 | 0.95 |" in text
+    assert "train_pp.py --train-model llama" in text
+    assert "--learning-rate 0.002" in text
+    assert "--optimizer.beta2 0.95" in text
     assert "saved after 3 optimizer steps" in text
     assert "| last training step | 3 | 3 |  |" in text
     assert "| last evaluation | 3 | 3.5 | 0.625 |" in text

@@ -9,7 +9,7 @@ import transformers
 from pp_models import CausalLMStage, VisionLanguageStage, class_of_key
 from register import train_model_register
 from stageline.checkpoint.init import init_split_model
-from stageline.checkpoint.layout import Ranks
+from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.shrink import layer_period, shrink_config
 from stageline.stages.packing import check_packing

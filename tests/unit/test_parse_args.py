@@ -16,8 +16,8 @@ from options.model import PartTraining
 from options.train import RunConfig
 from parse_args import parse_evaluate_args, parse_train_args, save_config
 from register import ALL_REGISTERS, UnknownKeyError
+from stageline.checkpoint.resume import check_same_run
 from stageline.errors import CheckpointError
-from stageline.training.resume import check_same_run
 
 NAMES_OF_THE_FOUNDING_NOTES = """
 --model-path --config-path --processor-path --dataset --dataset-path --prompt --prompt-fn

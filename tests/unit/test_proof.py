@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from pp_models import CausalLMStage, VisionLanguageStage
-from stageline.checkpoint.layout import Ranks
+from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.modules.pass_through import PassThrough
 from stageline.verify import scaled_copy

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from pp_models import CausalLMStage
+from stageline.checkpoint.files import weights_fingerprint
 from stageline.checkpoint.init import init_split_model
 from stageline.model_folder import files_fingerprint
 from stageline.modules.lora import LoRAWrapper, adapters_off, begun_adapters, trained_besides
-from stageline.training.reference import FromTable, _read, _write, weights_fingerprint
+from stageline.training.reference import FromTable, _read, _write
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_models import tiny_config
 

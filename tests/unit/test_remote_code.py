@@ -11,10 +11,10 @@ from commands.export import make_stages
 from commands.stages import stage_key
 from pp_models import CausalLMStage
 from stageline.checkpoint import load
-from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.plain_model import load_plain, save_whole
 from stageline.data.text.processor import load_processor
 from stageline.data.text.rendered import Piece, Rendered
+from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.inference.generation import encode_prompts, generate
 from stageline.inference.model_cutter import ModelCutter

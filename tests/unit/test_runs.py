@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from commands import runs
+from stageline.checkpoint.resume import LOCK_FILE, is_claimed
 from stageline.errors import UserError
-from stageline.training.resume import LOCK_FILE, is_claimed
 
 
 def write_run(folder, *, losses, held_out=(), total=3, **config):

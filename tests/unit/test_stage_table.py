@@ -1,4 +1,4 @@
-"""The table of the stage plan, and peak memory."""
+"""The line about the stages, and peak memory."""
 
 import os
 import resource
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import psutil
 import torch
+import torch.distributed as dist
 import transformers
 
 from commands import train_engines
@@ -15,49 +16,27 @@ from stageline import progress
 from stageline.streaming.runner import streaming_schedule
 from stageline.tables import human_bytes, human_count, human_memory
 from stageline.training.memory import MemoryAccount, gather_peaks, peak_memory
-from stageline.training.run_log import (
-    StageSummary,
-    count_parameters,
-    format_stage_table,
-    summarize_stage,
-)
+from stageline.training.run_log import show_stages
 from tests.helpers.fake_devices import fake_accelerators
 
-STAGES = [
-    StageSummary(0, 4, "cuda:0", "0-6", "vit+mlp+llm", 3_000_000, 10, 3 * 2**20),
-    StageSummary(1, 5, "cuda:1", "7-11", "llm+lm_head", 1_000_000, 999_950, 2**20),
-]
 
-
-def cells(line):
-    return [cell.strip() for cell in line.split("  ") if cell.strip()]
-
-
-def test_a_line_a_stage_with_all_its_figures_and_totals():
-    header, rule, first, second, _, total = format_stage_table(STAGES).splitlines()
-    names = "stage rank device layers parts parameters trainable weights share"
-    assert header.split() == names.split() and set(rule) == {"-", " "}
-    assert cells(first) == [
-        *("0", "4", "cuda:0", "0-6", "vit+mlp+llm", "3.0 M", "10", "3.0 MiB", "75.0%")
-    ]
-    assert cells(second)[-4:] == ["1.0 M", "1.0 M", "1.0 MiB", "25.0%"]
-    assert cells(total) == ["all", "4.0 M", "1.0 M", "4.0 MiB", "100.0%"]
-
-
-def test_totals_are_those_of_the_whole_model():
+def test_totals_are_those_of_the_whole_model(capsys):
     """Count the tied weight once, although the first and the last stage hold it."""
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
         vocab_size=64, tie_word_embeddings=True,
     )  # fmt: skip
     whole = transformers.AutoModelForCausalLM.from_config(config)
-    context = SimpleNamespace(rank=0, devices=["cpu"])
     stages = [CausalLMStage(config, stage=s, num_stages=3, dtype=torch.float32) for s in range(3)]
-    summaries = [summarize_stage(stage, context) for stage in stages]
-    assert count_parameters(summaries) == (whole.num_parameters(),) * 2
-    assert sum(one.num_parameters for one in summaries) == whole.num_parameters() + 64 * 16
-    total = format_stage_table(summaries).splitlines()[-1]
-    assert cells(total)[1] == human_count(whole.num_parameters())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    show_stages(stages, group=None)
+    count = human_count(whole.num_parameters())
+    each = [sum(p.nbytes for p in stage.parameters()) for stage in stages]
+    assert sum(each) == 4 * (whole.num_parameters() + 64 * 16), "two stages hold the tied weight"
+    assert capsys.readouterr().out.splitlines() == [
+        f"3 stages, layers 0-0 | 1-1 | 2-2: {count} parameters, {count} trainable; weights "
+        + " | ".join(map(human_bytes, each))
+    ]
 
 
 def test_sizes_and_counts_for_people():

@@ -1,26 +1,18 @@
 """The checkpoint that a run continues, whether it is of the same run, and the run folder's lock."""
 
-import contextlib
 import fcntl
-import json
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from stageline.checkpoint.adapter import find_base
-from stageline.checkpoint.layout import Ranks, read_manifest, verify
+from stageline.checkpoint.layout import read_manifest, verify
 from stageline.checkpoint.optimizer_state import SavedState
-from stageline.checkpoint.writer import (
-    find_latest,
-    no_checkpoint_left,
-    skip_lines,
-    step_folders,
-    sweep,
-)
+from stageline.checkpoint.writer import find_latest, skip_lines, step_folders, sweep
+from stageline.distributed.ranks import Ranks
 from stageline.errors import CheckpointError, UserError, spelled
 from stageline.terminal import terminal
 
@@ -46,20 +38,14 @@ class ResumePoint:
 
 
 def find_resume_point(wanted: str | None, checkpoints: Path, *, ranks: Ranks) -> ResumePoint | None:
-    """Return the checkpoint that `resume` means, verified by rank 0; None for a new run.
-
-    Args:
-        wanted: "auto", the path of a checkpoint, or None.
-        checkpoints: the folder of this run's checkpoints.
+    """Return the checkpoint that `resume` ("auto", a path, None) means; None for a new run.
 
     Raises:
         UserError: there are checkpoints and `resume` is not given.
         CheckpointError: none of them is complete, or the one asked for is not.
     """
 
-    def find() -> tuple[str | None, str | None]:
-        if ranks.rank > 0:
-            return None, None
+    def find() -> tuple[str, str | None] | None:
         if wanted is None:
             if there := step_folders(checkpoints):
                 raise UserError(
@@ -67,8 +53,23 @@ def find_resume_point(wanted: str | None, checkpoints: Path, *, ranks: Ranks) ->
                     f"{there[0][1].name}. Continue that run with `resume` auto, or choose another "
                     "`output_dir`."
                 )
-            return None, None
-        if wanted != AUTO:
+            return None
+        if wanted == AUTO:
+            folder, skipped = find_latest(checkpoints)
+            for line in skip_lines(folder, skipped):
+                terminal.say(line)
+            if folder is None and skipped:
+                reasons = "\n".join(f"  {path.name}: {reason}" for path, reason in skipped)
+                raise CheckpointError(
+                    f"none of the {len(skipped)} checkpoints in {checkpoints} is whole. Give a "
+                    "checkpoint from elsewhere by its path, or choose another `output_dir` to "
+                    f"start again.\n{reasons}"
+                )
+            if folder is None:
+                none_yet = f"no checkpoint in {checkpoints} yet, training starts at step 0"
+                terminal.say(spelled(f"`resume` auto: {none_yet}"))
+                return None
+        else:
             folder = Path(wanted).expanduser().absolute()
             if not folder.is_dir():
                 raise UserError(
@@ -76,24 +77,14 @@ def find_resume_point(wanted: str | None, checkpoints: Path, *, ranks: Ranks) ->
                     "(.../checkpoints/step-00000010), or auto for the newest one of `output_dir`."
                 )
             verify(folder)
-        else:
-            found, skipped = find_latest(checkpoints)
-            for line in skip_lines(found, skipped):
-                terminal.say(line)
-            if found is None and skipped:
-                raise no_checkpoint_left(skipped)
-            if found is None:
-                none_yet = f"no checkpoint in {checkpoints} yet, training starts at step 0"
-                terminal.say(spelled(f"`resume` auto: {none_yet}"))
-                return None, None
-            folder = found
         manifest = read_manifest(folder)
         is_own = manifest.get("base_sha256") is not None  # else a model that was there before
         return str(folder), str(find_base(folder)) if is_own else manifest.get("base")
 
-    folder, base = ranks.together(find)[0]
-    if folder is None:
+    found = ranks.together(lambda: find() if ranks.rank == 0 else None)[0]
+    if found is None:
         return None
+    folder, base = found
     return ResumePoint(Path(folder), SavedState(Path(folder)), base)
 
 
@@ -133,21 +124,14 @@ def check_same_run(
 
 LOCK_FILE = "run.lock"
 _held: list[IO[str]] = []  # until the process ends: the kernel lets go of them, whatever happens
-
-
-def _let_go() -> None:
-    """Drop the lock in data workers, which outlive a killed rank by seconds."""
-    while _held:
-        _held.pop().close()
-
-
-os.register_at_fork(after_in_child=_let_go)
+# data workers outlive a killed rank by seconds
+os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])
 
 
 def claim_run_folder(folder: Path) -> None:
     """Make the folder, lock it, and remove what a killed run left half-written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        os.makedirs(folder, exist_ok=True)
         file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
     except OSError as error:
         raise UserError(
@@ -157,17 +141,13 @@ def claim_run_folder(folder: Path) -> None:
         # only this process has the lock: workers, which may outlive it, do not inherit this kind
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        holder = "another process"
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            file.seek(0)
-            said = json.load(file)
-            holder = f"process {said['pid']} on {said['host']}"
+        file.seek(0)
         raise UserError(
-            f"`output_dir` {folder} is in use by {holder}. Wait for that run, end it, or choose "
-            "another `output_dir`."
+            f"`output_dir` {folder} is in use by process {file.read() or '?'}. Wait for that run, "
+            "end it, or choose another `output_dir`."
         ) from error
     file.truncate(0)
-    json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}, file)
+    file.write(f"{os.getpid()} on {socket.gethostname()}")
     file.flush()
     _held.append(file)
     if freed := sweep(folder / "checkpoints"):
