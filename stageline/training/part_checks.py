@@ -141,16 +141,17 @@ def check_loss(part: LossPart, batch: MicroBatch, *, vocab_size: int) -> str | N
         for name, value in found.items():
             added = sum(half[name] for half in halves)
             if abs(doubled[name] - value / 2) > TOLERANCE * max(abs(value), 1e-6):
-                came = f"{doubled[name]:.6g} with counts ({', '.join(part.counts)}) twice as large"
+                came = f"with {', '.join(part.counts)} {COUNT:.0f}, and {doubled[name]:.6g}"
+                came += f" with {2 * COUNT:.0f}"
                 why = "Half of it was expected, because the counts are those of the whole step"
             elif abs(added - value) > TOLERANCE * max(abs(value), 1e-6):
-                came = f"{added:.6g} for two halves of them added up"
+                came = f"for {num_rows} rows, and {added:.6g} for two halves of them added up"
                 why = "The same was expected, because micro-batches of a step are added up"
             else:
                 continue
             what = "the loss" if name == "loss" else f"the figure {name!r}"
             raise refused(
-                f"gave {what} {value:.6g} for {num_rows} rows, and {came}",
+                f"gave {what} {value:.6g} {came}",
                 why=why,
                 cure="sum over rows and tokens and divide once, by "
                 f"{' or '.join(part.counts)}; or register it with weighs_by_itself=True, if it is "
