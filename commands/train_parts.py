@@ -6,6 +6,7 @@
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -130,8 +131,9 @@ def bind_loss(config: TrainArguments) -> LossPart:
 def make_loss_part(part: ChosenPart, **given: Any) -> LossPart:
     """Return a loss_fn component with its facts as the engine takes them."""
     facts = part.facts
+    bound = functools.partial(part.part, **part.kwargs, **given)
     return LossPart(
-        functools.partial(part.part, **part.kwargs, **given),
+        bound() if inspect.isclass(part.part) else bound,  # a class may keep a state
         counts=facts.counts,
         is_token_sum=facts.is_token_sum,
         is_cross_entropy=facts.is_cross_entropy,

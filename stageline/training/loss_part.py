@@ -78,7 +78,8 @@ class LossPart:
         part = innermost(self.loss_fn)
         parameters: list[inspect.Parameter] = []
         with contextlib.suppress(TypeError, ValueError):  # a built-in function has no signature
-            parameters = list(inspect.signature(part).parameters.values())
+            called = part.forward if isinstance(part, torch.nn.Module) else part
+            parameters = list(inspect.signature(called).parameters.values())
         taken = {"**" if one.kind is one.VAR_KEYWORD else one.name for one in parameters}
         for name in self.counts:
             if name in ("num_targets", "step") or not taken & {name, "**"}:
@@ -104,6 +105,26 @@ class LossPart:
         other = copy.copy(self)
         other.loss_fn = loss_fn
         return other
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the state of a loss that keeps one, with lists for tensors; else None."""
+        read = getattr(innermost(self.loss_fn), "state_dict", None)
+        if read is None:
+            return None
+        return {
+            name: one.tolist() if isinstance(one, torch.Tensor) else one
+            for name, one in read().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the state that `state_dict` returned."""
+        part = innermost(self.loss_fn)
+        tensors = {
+            name: torch.tensor(state[name], dtype=one.dtype, device=one.device)
+            for name, one in part.state_dict().items()
+            if name in state and isinstance(one, torch.Tensor)
+        }
+        part.load_state_dict({**state, **tensors})
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> dict[str, int]:
         """Return each count over the micro-batches of this replica."""

@@ -181,6 +181,8 @@ class Trainer:
             )
             weights.write_back()
             self.train_step.load_state_dict(facts["numbers"])
+            if facts.get("loss") is not None:
+                self.train_step.part.load_state_dict(facts["loss"])
 
         # The reference model of a preference loss; its passes put shared-out weights together, so
         # it comes after the optimizer, which must not see them
@@ -392,6 +394,10 @@ class Trainer:
             "reference": self.reference_mode,
             "held_out": self.held_out_rows,
         }
+        if (own := self.train_step.part.state_dict()) is not None:
+            is_last = self.runner.local.models[-1].is_last  # whose passes call the loss
+            states = Ranks.of(self.runner.group).gather(own if is_last else None)
+            facts["loss"] = next(state for state in states if state is not None)
         if self.rollouts is not None:
             facts["answers"] = self.rollouts.answers_ahead()
         self.writer.save(step, facts)

@@ -1,6 +1,7 @@
 """Resuming is exact: the same losses, weights, optimizer state and samples as without a stop."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,36 @@ def test_resumed_with_options(case, job):
     assert_same(last(job, parts), last(job, whole))
     numbers = [SavedState(last(job, name)).facts["numbers"] for name in (parts, whole)]
     assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("keeps", ["number", "tensor"])
+def test_a_loss_with_a_state_goes_on_on_other_stages(job, keeps):
+    """Run the loss of the guide, and one that keeps a tensor; without the state losses differ."""
+    guide = (Path(__file__).parents[2] / "docs" / "add_a_part.md").read_text(encoding="utf-8")
+    [code] = [
+        one for one in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "HardTok" in one
+    ]
+    code = "import torch\nfrom register import loss_fn_register\n\n" + code
+    if keeps == "tensor":
+        code = code.replace("class HardTokens", "class HardTokens(torch.nn.Module)")
+        code = code.replace("self.momentum, self.mean = momentum, 0.0", STATE_OF_A_MODULE)
+        code = code.replace("def __call__", "def forward").partition("    def state_dict")[0]
+    part = job.folder / f"state_{keeps}.py"
+    part.write_text(code)
+    options = ("--import", part, "--loss-fn", "hard_tokens")
+    assert job.fork(f"{keeps} whole", *options, ranks=1).code == 0
+    killed = job.fork(f"{keeps} parts", *options, ranks=2, chaos=KILL.format(7), waits=True)
+    assert killed.code != 0
+    done = job.fork(f"{keeps} parts", *options, "--resume", "auto", ranks=4)
+    assert done.code == 0 and "6 of 12 steps are done" in done.out, done.err
+    assert job.losses(f"{keeps} parts") == job.losses(f"{keeps} whole")
+    state = SavedState(last(job, f"{keeps} parts")).facts["loss"]
+    assert state == SavedState(last(job, f"{keeps} whole")).facts["loss"] and state["mean"] > 0.1
+
+
+STATE_OF_A_MODULE = """super().__init__()
+        self.momentum = momentum
+        self.register_buffer("mean", torch.zeros(()))"""
 
 
 def test_e08_other_intervals_change_nothing(job, straight):
