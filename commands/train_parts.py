@@ -548,7 +548,7 @@ def rates_stay(config: TrainArguments, saved: Mapping[str, Any], step: int) -> t
     for done in range(step):
         if earlier(done) != current(done):
             return False, (
-                f" Step {done + 1}, which is done, would have had the learning rate "
+                f" The finished step {done + 1} would have had the learning rate "
                 f"{current(done):g}, not {earlier(done):g}; --lr-scheduler constant may be longer."
             )
     return True, ""

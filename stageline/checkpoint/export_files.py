@@ -99,9 +99,15 @@ def publish_over(draft: Path, target: Path, *, facts: dict[str, object]) -> None
         return
     ready = target.with_name(draft_name(target))
     old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
-    publish(draft, ready, facts=facts, known={})
-    target.rename(old)
-    ready.rename(target)
+    try:
+        publish(draft, ready, facts=facts, known={})
+        target.rename(old)
+        ready.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        discard(ready)
+        raise
     fsync_path(target.parent)  # before the old one goes
     discard(old)
 

@@ -114,11 +114,11 @@ def check_same_run(
         return
     listed = "\n".join(f"  {line}" for line in differences)
     if allows_changes:
-        say(f"resumed with other settings, so the course is another one:\n{listed}")
+        say(f"resumed with other options, so results differ from the first run's:\n{listed}")
         return
     raise CheckpointError(
-        f"the checkpoint is of a run with {len(differences)} other settings. Use those of that "
-        f"run, or add `allow_changes` if you mean it.{why}\n{listed}"
+        f"{len(differences)} options differ from the checkpoint's run. Use its values, or add "
+        f"`allow_changes`.{why}\n{listed}"
     )
 
 

@@ -6,6 +6,7 @@ its own length, without a message and without an extra pass.
 """
 
 import inspect
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from stageline import progress
+from stageline.errors import UserError
 from stageline.modules.layer_seeds import NO_SEEDS, LayerSeeds
 from stageline.pipeline.plan import Action, GradFlow, Kind, grad_flow
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
@@ -287,11 +289,22 @@ class StagelineStage(PipelineStage):
         group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> list[Self]:
-        """Build the stages of this rank; the ranks exchange once which stages train."""
-        own = [(model.stage, trains(model)) for model in models]
-        gathered: list[list[tuple[int, bool]]] = [[]] * dist.get_world_size(group)
+        """Build the stages of this rank; the ranks exchange once which train and what they send."""
+        own = []
+        for model in models:
+            ends = model.get_example_input(*PROBE), model.get_example_output(*PROBE)
+            shapes = [str([(tuple(one.shape), one.dtype) for one in end]) for end in ends]
+            own.append((model.stage, trains(model), *shapes))
+        gathered: list[list[tuple[int, bool, str, str]]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(gathered, own, group=group)
-        flow = grad_flow([does for _, does in sorted(one for some in gathered for one in some)])
+        stages = sorted(one for some in gathered for one in some)
+        for (before, _, _, sent), (behind, _, taken, _) in itertools.pairwise(stages):
+            if sent != taken:
+                raise UserError(
+                    f"stage {before} sends {sent}, and stage {behind} expects {taken} for a "
+                    f"micro-batch of {PROBE}. Correct get_example_input of the stage model."
+                )
+        flow = grad_flow([does for _, does, _, _ in stages])
         return [cls(model, device, group, flow=flow, **kwargs) for model in models]
 
 

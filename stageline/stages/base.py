@@ -146,6 +146,7 @@ class StageModel(Stage):
         self.start = AdapterStart.of(lora)
         self.whole_modules: frozenset[str] = frozenset()
         self.lora = lora_of_parts(**lora)
+        self.has_wrapped = False
         if vision_stages and not hasattr(self, "tower_partition"):
             raise no_tower("vision_stages", vision_stages, config.model_type)
         self.vision_stages = vision_stages
@@ -200,7 +201,8 @@ class StageModel(Stage):
 
     def parts(self) -> dict[str, list[str]]:
         """Module path prefixes of the parts `vit`, `mlp` (projector), `llm` and `lm_head`."""
-        raise NotImplementedError
+        name = type(self).__name__
+        raise UserError(f"{name} has no parts(). Return the paths of vit, mlp, llm and lm_head.")
 
     def modules_to_shard(self) -> list[nn.Module]:
         """Modules with weights that are called one after the other: decoder layers.
@@ -224,7 +226,11 @@ class StageModel(Stage):
 
     def num_layers(self) -> int:
         """Return the number of layers that are split over the stages."""
-        return self.text_config.num_hidden_layers
+        count: int | None = getattr(self.text_config, "num_hidden_layers", None)
+        if count is None:
+            name = type(self.text_config).__name__
+            raise UserError(f"{name} has no num_hidden_layers. Add it, or override num_layers().")
+        return count
 
     def layer_name(self, index: int) -> str:
         """The module path of a layer, for the planner."""
@@ -347,6 +353,7 @@ class StageModel(Stage):
 
     def wrap_lora(self) -> None:
         """Wrap the linear layers of each part `*_lora_num` times."""
+        self.has_wrapped = True
         wrap_parts(self, self.parts(), self.lora)
 
     def layer_list(self) -> list[tuple[int, nn.Module]]:
@@ -428,6 +435,11 @@ class StageModel(Stage):
         asked = {"is_piece": is_piece, "methods": methods.is_asked and methods}
         model_kwargs |= {name: value for name, value in asked.items() if value}
         model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
+        if any(one.num for one in model.lora.values()) and not model.has_wrapped:
+            raise UserError(
+                f"{cls.__name__} makes no LoRA layers. Call self.wrap_lora() at the end of its "
+                "__init__, or drop the LoRA options."
+            )
         is_bare = is_piece and torch.device(device).type == "meta"
         source = None if is_bare else WeightSource(checkpoint_path, seed, device, dtype)
         fill_stage(model, source, new_rows=new_rows, neftune_alpha=neftune_alpha)

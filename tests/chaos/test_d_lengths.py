@@ -57,7 +57,7 @@ def test_a_decay_may_be_put_off_before_it_begins(job):
     assert job.fork("late", *wsd, "--total-steps", 10, ranks=1).code == 0
     assert job.fork("early", *wsd, "--total-steps", 6, ranks=1).code == 0
     done = job.fork("early", *wsd, "--total-steps", 10, *RESUME, ranks=1)
-    assert done.code == 4 and "step 6, which is done" in done.err, done.err
+    assert done.code == 4 and "The finished step 6 " in done.err, done.err
     before = job.folder / "early" / "checkpoints" / "step-00000004"
     done = job.fork("early", *wsd, "--total-steps", 10, "--resume", before, ranks=1)
     assert done.code == 0, done.err
@@ -67,17 +67,17 @@ def test_a_decay_may_be_put_off_before_it_begins(job):
 @pytest.mark.parametrize(
     ("first", "then", "words"),
     [
-        (("--total-steps", 4), ("--total-steps", 6), ["step 2, which is done", "then, 6 now"]),
+        (("--total-steps", 4), ("--total-steps", 6), ["finished step 2 ", "then, 6 now"]),
         (
             ("--total-steps", 4, "--lr-scheduler", "linear", "--warmup-steps", 2),
             ("--total-steps", 6, "--lr-scheduler", "linear", "--warmup-steps", 2),
-            ["step 4, which is done", "--lr-scheduler constant"],
+            ["finished step 4 ", "--lr-scheduler constant"],
         ),
         ((*CONSTANT, "--total-steps", 4), (*CONSTANT, "--total-steps", 3), ["4 are done"]),
         (
             ("--total-steps", 4, "--lr-scheduler", "constant", "--warmup-ratio", 0.5),
             ("--total-steps", 8, "--lr-scheduler", "constant", "--warmup-ratio", 0.5),
-            ["step 2, which is done, would have had", "warmup-steps: 2 then, 4 now"],
+            ["finished step 2 would have had", "warmup-steps: 2 then, 4 now"],
         ),
     ],
 )

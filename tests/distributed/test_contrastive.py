@@ -197,7 +197,7 @@ def test_a_bad_member_leaves_its_group_out(job):
     [
         (("--batch-size", 6, "--micro-batch-size", 3), "--batch-size 6 and --micro-batch-size 3"),
         (("--packing",), "--packing does not work with a dataset of groups of 4"),
-        (("--logits-chunk", 8), "--logits-chunk does not go with --loss-fn contrastive"),
+        (("--logits-chunk", 8), "--logits-chunk needs a sum over target tokens"),
         (("--dataset", "digits"), "--dataset digits has no groups"),
         (("--collate-fn", "sft"), "without loss_marks"),
     ],
