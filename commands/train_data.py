@@ -320,10 +320,10 @@ def check_data(config: TrainArguments) -> Data:
         check_vocabulary(data.processor, data.vocab_size)
     data.collate = CheckedCollate(data.collate, data.vocab_size)
     if data.knows_rows:
-        data.train = check_rows(config, data, data.train)
+        data.train = check_rows(config, data, data.train, "train data")
         if data.test is not None:
             try:
-                data.test = check_rows(config, data, data.test)
+                data.test = check_rows(config, data, data.test, "eval data")
             except DataError as error:
                 raise DataError(f"held-out rows: {error}") from error
     if asks_for(loss, loss.facts.needs_kl):
@@ -394,7 +394,7 @@ def check_scores(config: TrainArguments) -> None:
         )
 
 
-def check_rows(config: TrainArguments, data: Data, dataset: Any) -> Any:
+def check_rows(config: TrainArguments, data: Data, dataset: Any, label: str) -> Any:
     """Return the dataset without rows that are bad or too long and may be left out."""
     run = config.run
     limits: dict[str, Any] = {
@@ -405,7 +405,7 @@ def check_rows(config: TrainArguments, data: Data, dataset: Any) -> Any:
     }
     if has_tokens(dataset):  # too many rows; micro-batches are checked later
         inner: Any = dataset.dataset if isinstance(dataset, Subset) else dataset
-        say(inner.check(**limits))
+        say(f"{label}: {inner.check(**limits)}")
         return dataset
     report = preflight(
         dataset, **data.texts, **limits, bad_rows=data.bad_rows, seed=run.seed, encode=data.encode
@@ -419,7 +419,7 @@ def check_rows(config: TrainArguments, data: Data, dataset: Any) -> Any:
     text = f"{report}, {with_them} more of their groups" if with_them else str(report)
     if dropped:
         text += f"\n{len(dropped)} rows are dropped, {len(dataset) - len(left_out)} are left"
-    say(text)
+    say(f"{label}: {text}")
     if not left_out:
         return dataset
     return Subset(dataset, [row for row in range(len(dataset)) if row not in left_out])
@@ -438,8 +438,9 @@ def left_over_rows(run: RunConfig, dataset: Any, *, answers: int = 1) -> str:
         return ""
     if sampler.pads:
         more = len(sampler) * sampler.step_samples * sampler.dp_degree - num_rows
-        return f"{more} of {num_rows} rows are repeated in each epoch (others each time)\n"
-    return f"{rest} of {num_rows} rows are left over in each epoch (others each time)\n"
+        return f"each epoch repeats {more} of {num_rows} rows, different ones each time\n"
+    told = f"each epoch leaves out {rest} of {num_rows} rows, different ones each time"
+    return f"{told} (--rows.last pad uses all)\n"
 
 
 def show_samples(config: TrainArguments, data: Data, schedule: Schedule) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MOST_LINES = 10  # before the first step
+MOST_LINES = 16  # before the first step
 CLEARED = "\r\x1b[K"  # the line that a bar of another process may stand on
 
 

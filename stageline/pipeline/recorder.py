@@ -23,7 +23,7 @@ KIND_NAMES = {
     WAIT: "waits for another stage",
     TRANSFER: "waits for a transfer",
 }
-EVEN = 0.1  # a split is good while no stage takes more than this share above the mean
+EVEN = 0.2  # a split is good while no stage takes more than this share above the mean
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ def describe_timeline(
     if len(seconds) > 1 and any(seconds.values()):
         slowest, fastest = (find(seconds, key=seconds.__getitem__) for find in (max, min))
         excess = seconds[slowest] * len(seconds) / sum(seconds.values()) - 1.0
-        advice = spelled(f": if it has several layers, move one to stage {fastest} (`partition`)")
-        above = f"{100 * excess:.0f} % above the mean"
-        above = above + advice if excess > EVEN else f"only {above}"
-        lines.append(f"stage {slowest} is the slowest, {above}")
+        if excess > EVEN:
+            advice = f"if it has several layers, move one to stage {fastest} (`partition`)"
+            above = f"{100 * excess:.0f} % above the mean"
+            lines.append(spelled(f"stage {slowest} is the slowest, {above}: {advice}"))
     return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ from stageline.run_records import cut_torn_line, finite, read_log
 from stageline.stage import Stage
 from stageline.tables import human_bytes, human_count, human_memory
 from stageline.terminal import beside_bar, terminal
-from stageline.training.evaluation import EvalResult
+from stageline.training.evaluation import BestCheckpoint, EvalResult
 from stageline.training.memory import gather_peaks
 from stageline.training.step import StepResult
 from stageline.training.timeline import write_trace
@@ -159,6 +159,7 @@ class RunLog:
         self.is_main = context is None or context.is_main
         self.lr_scales = {part: scale for part, scale in (lr_scales or {}).items() if scale != 1.0}
         self._peaks: list[int] = []
+        self._held_out: list[str] = []  # the last evaluation
         self.total_steps, self.start_step, self.log_steps = total_steps, start_step, log_steps
         self._listeners: dict[str, Any] = {"to the tracker": tracker}
         self._beside = contextlib.ExitStack()
@@ -217,9 +218,7 @@ class RunLog:
         is_line = is_end or record.step % self._line_every == 0
         if is_line:
             seconds = (time.monotonic() - self._start) / (record.step - self.start_step)
-            minutes, seconds = divmod(round(seconds * (self.total_steps - record.step)), 60)
-            hours, minutes = divmod(minutes, 60)
-            left = f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
+            left = duration(seconds * (self.total_steps - record.step))
             line = f"step {record.step}/{self.total_steps} | {record} | eta {left}"
             terminal.say(line, is_detail=self._has_bar)
         if is_line or self._has_bar:
@@ -328,7 +327,8 @@ class RunLog:
         """Log an evaluation: figures, curve, and samples with their predictions."""
         figures: dict[str, float | bool] = {**result.named(), "num_targets": result.num_targets}
         self.log_eval(step, figures | ({"is_best": True} if is_best else {}))
-        shown = [f"{name} {value:.4f}" for name, value in result.named().items()]
+        self._held_out = [f"{name} {value:.4f}" for name, value in result.named().items()]
+        shown = self._held_out
         self.say(f"step {step} | held-out {' | '.join(shown)} | num_targets {result.num_targets}")
         if not self.is_main or not result.predicted:
             return
@@ -351,6 +351,16 @@ class RunLog:
         images, titles, correct, names = (list(one) for one in zip(*columns, strict=True))
         plot_predictions(images, titles, correct, folder / f"step-{step:08d}.png", ids=names)
 
+    def ended(self, checkpoint: Path, best: BestCheckpoint) -> None:
+        """Print how a run ended: its time, the last and the best evaluation, what may come next."""
+        told = [f"done in {duration(time.monotonic() - self._start)}"] if self.is_main else []
+        if self._held_out:
+            told.append(f"held-out {' | '.join(self._held_out)}")
+        if best.value is not None:
+            told.append(f"best {best.metric} {best.value:.4f} at step {best.step}")
+        self.say(" | ".join(told))
+        self.say(f"next: stageline eval or stageline chat --model-path {checkpoint}")
+
     def timeline(
         self,
         step: int,
@@ -365,7 +375,16 @@ class RunLog:
         title = f"{self.folder.resolve().name}, step {step}"
         plot_timeline(measured, ideal, self.folder / "timeline.png", title=title)
         write_trace(measured, self.folder / "timeline.json")
-        self.say(f"timeline of step {step}: {describe_timeline(measured, ideal)}")
+        told = f"timeline of step {step}: {describe_timeline(measured, ideal)}"
+        for line in told.splitlines():
+            self.say(line, is_detail=line.startswith("rank "))
+
+
+def duration(seconds: float) -> str:
+    """Return minutes and seconds, or hours and minutes, for people."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
 
 
 def scalars(figures: Mapping[str, Any]) -> dict[str, float]:
@@ -414,9 +433,8 @@ def show_stages(models: Sequence[Stage], *, group: dist.ProcessGroup | None) -> 
         terminal.say(note)
     counts = {name: count for *_, own_counts, _ in stages for name, count in own_counts.items()}
     trained = human_count(sum(count for count, is_trained in counts.values() if is_trained))
-    terminal.say(
-        f"{len(stages)} stage{'s' * (len(stages) > 1)}, layers "
-        f"{' | '.join(layers for _, layers, *_ in stages)}: "
-        f"{human_count(sum(count for count, _ in counts.values()))} parameters, {trained} "
-        f"trainable; weights {' | '.join(human_bytes(size) for _, _, size, *_ in stages)}"
-    )
+    total = human_count(sum(count for count, _ in counts.values()))
+    terminal.say(f"model        {total} parameters, {trained} trainable, in {len(stages)} stages")
+    for stage, layers, size, own_counts, _ in stages:
+        number = human_count(sum(count for count, _ in own_counts.values()))
+        terminal.say(f"  {f'stage {stage}':<10} layers {layers}: {number}, {human_bytes(size)}")

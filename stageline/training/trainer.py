@@ -18,7 +18,7 @@ import torch.distributed as dist
 from stageline import progress
 from stageline.checkpoint.resume import claim_run_folder, find_resume_point
 from stageline.checkpoint.save import save_split_model
-from stageline.checkpoint.writer import CheckpointWriter, set_aside
+from stageline.checkpoint.writer import CheckpointWriter, set_aside, step_name
 from stageline.data.rows.readers import data_fingerprint
 from stageline.distributed.failure_record import open_log
 from stageline.distributed.process_group import DistributedContext
@@ -106,12 +106,14 @@ class Trainer:
                 terminal.say(f"kept a checkpoint of a later step as {path.name}")
             steps = f"{point.step} of {config.total_steps} steps are done"
             terminal.say(f"resumed from {point.folder}: {steps}")
-        self.start_step = point.step if point else 0
+        self.start_step = self.saved_step = point.step if point else 0
         facts: Mapping[str, Any] = point.state.facts if point else {}
 
         # Stages, shared out among replicas, and their runner
         stages = parts.build_stages(context, point)
         show_stages(stages, group=context.pp_group)
+        for label, text in parts.summary().items():
+            terminal.say(f"{label:<12} {text}")
         self.replicas = Replicas(context.dp_group)
         self.replicas.check_equal(stages)
         if config.dp_shard:
@@ -277,7 +279,9 @@ class Trainer:
                 raise
             self.writer.finish()
             self.tell_saved()
-            if not is_done:
+            if is_done:
+                self.report.ended(self.checkpoints / step_name(self.saved_step), self.best)
+            else:
                 text = "stopped before the last step; `resume` auto goes on from there"
                 terminal.say(spelled(text))
 
@@ -400,6 +404,7 @@ class Trainer:
             facts["loss"] = next(state for state in states if state is not None)
         if self.rollouts is not None:
             facts["answers"] = self.rollouts.answers_ahead()
+        self.saved_step = step
         self.writer.save(step, facts)
         self.tell_saved()
 

@@ -226,8 +226,9 @@ def tiny_partition(real: Sequence[int], period: int) -> list[int]:
 
 def shown(small: PretrainedConfig, partition: Sequence[int]) -> str:
     """The copy in words."""
-    width = getattr(small.get_text_config(decoder=True), "hidden_size", "?")
-    layers = f"{sum(partition)} layers of width {width} on {len(partition)} stages"
+    width = getattr(small.get_text_config(decoder=True), "hidden_size", None)
+    wide = f" of width {width}" if width else ""
+    layers = f"{sum(partition)} layers{wide} on {len(partition)} stages"
     return f"{small.model_type}, scaled down to {layers}"
 
 
@@ -318,6 +319,7 @@ def verify(
                 record.parent.mkdir(parents=True, exist_ok=True)
                 record.write_text(json.dumps(kept, indent=1) + "\n")
             if told:
-                say(f"{told}: {time.perf_counter() - started:.1f} s, recorded")
+                seconds = f"{time.perf_counter() - started:.1f} s"
+                say(f"split check: {told}; {seconds}, not repeated for this model and split")
 
     ranks.on_first(run)

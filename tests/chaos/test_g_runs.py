@@ -35,7 +35,7 @@ def test_g01_bad_rows_are_left_out_and_listed(tmp_path):
     _spoil(job, {5: "no JSON", 20: "no question", 33: "long"})
     done = job.fork("run", *options, "--skip-bad-rows", 3)
     assert done.code == 0, done.err
-    assert "3 bad rows are left out" in done.out and "5 of 45 rows are left over" in done.out
+    assert "3 bad rows are left out" in done.out and "leaves out 5 of 45 rows" in done.out
     listed = [json.loads(line) for line in (tmp_path / "run/bad_rows.jsonl").open()]
     assert [item["source"] for item in listed] == [f"{job.rows}:{n}" for n in (5, 20, 33)]
     for item, reason in zip(listed, ("no JSON", "needs text", "--max-token-num 64"), strict=True):

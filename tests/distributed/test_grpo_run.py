@@ -309,7 +309,9 @@ def test_views_of_a_scene_are_judged_together(job):
     options += ("--rollouts.reward_weights", "1,1,0.1")
     options += ("--rollouts.group_size", 2, "--eval-samples", 3)
     done = run(job, "cut views", *options, ranks=1)
-    assert done.code == 2 and "8 prompts a step, and the dataset has groups of 3 rows" in done.err
+    assert (
+        done.code == 2 and "8 prompts a step do not fit the dataset's groups of 3 rows" in done.err
+    )
     assert "Make --batch-size a multiple of 6." in done.err
     drawn = []
     for name, more in (("views", ()), ("packed views", ("--packing", "--max-token-num", 96))):

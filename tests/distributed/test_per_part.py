@@ -106,9 +106,9 @@ def test_the_export_computes_the_same_and_knows_the_tokens(job, merges, tmp_path
     assert report.verdict.probes == ("text", "image")
     card = (tmp_path / "out" / "README.md").read_text()
     for line in (
-        "| vit | rank 4, alpha 16.0",
-        "| mlp | rank 2",
-        "| llm | rank 8, alpha 16.0, linear layers: q_proj, v_proj |",
+        "--parts.vit.lora_rank 4",
+        "--parts.mlp.lora_rank 2",
+        "--parts.llm.lora_target ",
     ):
         assert line in card
     model, processor, _ = auto(str(tmp_path / "out"))

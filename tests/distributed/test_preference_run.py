@@ -97,7 +97,7 @@ def test_rows_bring_the_reference(job):
     [
         (("--reference", "adapters_off"), "is trained besides adapters"),
         (("--reference", "columns"), "bring no log-probabilities for micro-batch 0"),
-        (("--logits-chunk", 8), "--logits-chunk does not go with --loss-fn dpo"),
+        (("--logits-chunk", 8), "--logits-chunk needs a sum over target tokens"),
         (("--packing",), "--packing needs a --collate-fn"),
         (("--collate-fn", "kto"), "'label' is missing"),
     ],

@@ -108,8 +108,8 @@ def test_the_samples_of_a_step_do_not_change(tokenizer, options):
 
 def test_last_rows_of_an_epoch_are_dropped_or_padded(tokenizer):
     dataset = Sentences(19)
-    for last_rows, num_steps, told in (("drop", 2, "3 of 19 rows are left over"),
-                                       ("pad", 3, "5 of 19 rows are repeated")):  # fmt: skip
+    for last_rows, num_steps, told in (("drop", 2, "each epoch leaves out 3 of 19 rows"),
+                                       ("pad", 3, "each epoch repeats 5 of 19 rows")):  # fmt: skip
         run = RunConfig(batch_size=8, rows=RowSettings(last=last_rows))
         assert epoch_steps(run, dataset) == num_steps
         assert left_over_rows(run, dataset).startswith(told)

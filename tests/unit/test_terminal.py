@@ -146,9 +146,9 @@ def test_other_ranks_say_nothing_and_warn_on_a_line_of_their_own(tmp_path):
     assert screen(written_by(other_rank, tmp_path, is_terminal=True)) == ["warning: of rank 1", ""]
 
 
-def test_ten_lines_at_most_come_before_the_first_step(tmp_path, capsys):
+def test_few_lines_come_before_the_first_step(tmp_path, capsys):
     terminal.begin_quietly()
-    said = [f"line {number}" for number in range(6)]
+    said = [f"line {number}" for number in range(8)]
     for line in said:
         terminal.say(line)  # before there is a folder
     log = RunLog(tmp_path, total_steps=2)
@@ -161,9 +161,9 @@ def test_ten_lines_at_most_come_before_the_first_step(tmp_path, capsys):
     log.close()
     shown = capsys.readouterr().out.splitlines()
     first = next(i for i, line in enumerate(shown) if line.startswith("step 1/"))
-    assert first == MOST_LINES and shown[:9] == [*said, *said[:3]]
-    assert shown[9] == f"12 more lines are in {tmp_path / 'run.log'}"
+    assert first == MOST_LINES and shown[:15] == [*said, *said[:7]]
+    assert shown[15] == f"10 more lines are in {tmp_path / 'run.log'}"
     assert shown.count("later") == 20, "no limit after the first step"
     kept = [line.partition(" ")[2] for line in (tmp_path / "run.log").read_text().splitlines()]
-    wanted = [*said, *said, *more[6].splitlines(), "short", "never shown"]
+    wanted = [*said, *said, *more[8].splitlines(), "short", "never shown"]
     assert kept[: len(wanted)] == wanted and kept[len(wanted)].startswith("step 1/2")

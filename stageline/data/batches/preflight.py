@@ -75,7 +75,7 @@ class PreflightReport:
         of = "the first rows of a stream" if self.num_rows is None else f"{self.num_rows} rows"
         text = (
             f"{self.num_checked} of {of} checked: {mean:.0f} tokens on average, "
-            f"{self.longest} at most, {share:.0f} % learnt"
+            f"{self.longest} at most, {share:.0f} % in the loss"
         )
         if self.num_overlong:
             text += f", {self.num_overlong} too long ({_HANDLING[self.overlong]}"
