@@ -15,12 +15,12 @@ Shapes: N image tokens of a micro-batch, H hidden size.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from stageline.errors import UserError
 from stageline.modules.pass_through import PassThrough, ZeroEmbedding
@@ -428,10 +428,9 @@ class VisionStages(CausalLMStage):
             output = super().forward(batch["input_ids"], **batch)
             return _with_nothing_of((features, *branches), output)
         batch["pixel_values"] = features
-        outputs = SimpleNamespace(
-            pooler_output=self.images.pooled(features),
-            deepstack_features=[[branch] for branch in branches],
-        )
+        # transformers 5.24 turns the outputs of the tower into a tuple, too
+        outputs = BaseModelOutputWithPooling(pooler_output=self.images.pooled(features))
+        outputs.deepstack_features = [[branch] for branch in branches]
         base = self.whole.base_model
         base.__dict__["get_image_features"] = lambda *args, **kwargs: outputs
         try:
