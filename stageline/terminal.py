@@ -1,20 +1,15 @@
 """Terminal output of a run: few lines before its first step, then whole lines above a bar.
 
-Everything printed is in run.log, too. Only the reporting process prints; output of others
-(warnings, errors) starts on its own line. Imports no torch: the first lines precede it.
+Everything printed is in run.log, too. Only the reporting process prints. Imports no torch: the
+first lines precede it.
 """
 
 import contextlib
-import logging
 import os
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 MOST_LINES = 16  # before the first step
-CLEARED = "\r\x1b[K"  # the line that a bar of another process may stand on
 
 
 def is_first() -> bool:
@@ -74,49 +69,3 @@ class Terminal:
 
 
 terminal = Terminal()
-
-
-class _WholeLines:
-    """A stream of a terminal whose whole lines appear above the bar, not in it."""
-
-    def __init__(self, stream: Any, bar: Any | None) -> None:
-        self.stream, self._bar, self._text = stream, bar, ""
-
-    def write(self, text: str) -> int:
-        whole, end, self._text = (self._text + text).rpartition("\n")
-        if end:
-            bar: Any = self._bar
-            is_other = bar is None
-            with contextlib.nullcontext() if is_other else bar.external_write_mode(bar.fp):
-                self.stream.write(CLEARED * is_other + whole + end)
-                self.stream.flush()
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-@contextlib.contextmanager
-def beside_bar(bar: Any | None) -> Iterator[None]:
-    """Keep the bar (of tqdm; None: another process's) intact while this process prints and logs."""
-    streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
-    changed = [(name, one, _WholeLines(one, bar)) for name, one in streams.items() if one.isatty()]
-    for name, stream, lines in changed:
-        setattr(sys, name, lines)
-        _move_handlers(stream, lines)
-    try:
-        yield
-    finally:
-        for name, stream, lines in changed:
-            stream.write(lines._text)  # a line that was not ended
-            _move_handlers(lines, stream)
-            if getattr(sys, name) is lines:
-                setattr(sys, name, stream)
-
-
-def _move_handlers(stream: Any, other: Any) -> None:
-    """Move log handlers from one stream to the other; they keep the one they began with."""
-    loggers = [logging.root, *map(logging.getLogger, list(logging.root.manager.loggerDict))]
-    for handler in {handler for logger in loggers for handler in logger.handlers}:
-        if isinstance(handler, logging.StreamHandler) and vars(handler).get("stream") is stream:
-            handler.setStream(other)

@@ -6,6 +6,7 @@ Only the main rank writes; on others every method does nothing.
 import contextlib
 import itertools
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 from tqdm import tqdm
+from tqdm.contrib import DummyTqdmFile
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import StorageError
@@ -24,7 +27,7 @@ from stageline.pipeline.recorder import TimelineEvent, describe_timeline
 from stageline.run_records import cut_torn_line, finite, read_log
 from stageline.stage import Stage
 from stageline.tables import human_bytes, human_count, human_memory
-from stageline.terminal import beside_bar, terminal
+from stageline.terminal import terminal
 from stageline.training.evaluation import BestCheckpoint, EvalResult
 from stageline.training.memory import gather_peaks
 from stageline.training.step import StepResult
@@ -164,7 +167,6 @@ class RunLog:
         self._listeners: dict[str, Any] = {"to the tracker": tracker}
         self._beside = contextlib.ExitStack()
         if not self.is_main:
-            self._beside.enter_context(beside_bar(None))
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / "log.jsonl"
@@ -189,7 +191,18 @@ class RunLog:
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} | eta {remaining}{postfix}",
         )
         if self._has_bar:
-            self._beside.enter_context(beside_bar(self._bar))
+            # what others print and log appears in whole lines above the bar
+            known = [logging.root, *map(logging.getLogger, list(logging.root.manager.loggerDict))]
+            shows = [
+                logger
+                for logger in known
+                if any(getattr(one, "stream", None) is sys.stderr for one in logger.handlers)
+            ]
+            self._beside.enter_context(logging_redirect_tqdm(shows))
+            above: Any = DummyTqdmFile(self._bar.fp)
+            if sys.stdout.isatty():
+                self._beside.enter_context(contextlib.redirect_stdout(above))
+            self._beside.enter_context(contextlib.redirect_stderr(above))
         # 1, 2, 5, 10 ... steps between two lines, so that they stay few
         intervals = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
         num_steps = total_steps - start_step

