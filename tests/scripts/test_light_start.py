@@ -125,7 +125,6 @@ LAUNCHERS = [
     f"train_pp.py {TRAIN.partition(' ')[2]} --num-stages 2 --device cpu",
     f"{EVALUATE} --engine pipeline --num-stages 2 --model-path .",
     "-m stageline infer --engine pipeline --num-stages 2 --model-path . --text a",
-    "-m stageline check --train-model llama --num-stages 2",
     "serve.py --num-stages 2 --model-path .",
 ]
 
