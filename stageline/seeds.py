@@ -8,7 +8,6 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
 
 import numpy
 import torch
@@ -44,37 +43,13 @@ def seed_host(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-class HostState:
-    """The generators that `seed_host` seeds, as they are now."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        # a dict only where it is asked for
-        self._numpy = cast(tuple[Any, ...], numpy.random.get_state())
-        self._torch = torch.get_rng_state()
-
-    def put_back(self) -> None:
-        """Restore the generators to the recorded state."""
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-
-    def is_current(self) -> bool:
-        """Return whether nothing was drawn since then."""
-        now = HostState()
-        return (
-            now._python == self._python
-            and now._numpy[2:] == self._numpy[2:]
-            and (now._numpy[1] == self._numpy[1]).all()
-            and torch.equal(now._torch, self._torch)
-        )
-
-
 @contextmanager
 def host_state_kept() -> Iterator[None]:
     """Restore the host's generators afterwards."""
-    state = HostState()
+    python, own, tensors = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
         yield
     finally:
-        state.put_back()
+        random.setstate(python)
+        numpy.random.set_state(own)
+        torch.set_rng_state(tensors)
