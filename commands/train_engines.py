@@ -59,6 +59,7 @@ def run_training(config: RunPlan) -> int:
             stage_builder(config).check_fit()
             if config.parts["loss_fn"].facts.samples_answers:
                 check_rewards(config, data)
+            say("options, components and data are valid; nothing was trained")
         return 0
     if run.plan:  # measured on this process's device
         if is_first():

@@ -49,7 +49,7 @@ def find_resume_point(wanted: str | None, checkpoints: Path, *, ranks: Ranks) ->
         if wanted is None:
             if there := step_folders(checkpoints):
                 raise UserError(
-                    f"{checkpoints} holds {len(there)} checkpoints of another run, up to "
+                    f"{checkpoints} holds {len(there)} checkpoints of an earlier run, up to "
                     f"{there[0][1].name}. Continue that run with `resume` auto, or choose another "
                     "`output_dir`."
                 )

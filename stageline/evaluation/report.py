@@ -250,7 +250,8 @@ def _tables(report: dict[str, Any]) -> Iterator[list[list[str]]]:
     if not groupings or (report["groups"] and report["groups"] not in groupings.values()):
         groupings = {"group": report["groups"], **groupings}
     for grouping, groups in groupings.items():
-        shares = [*groups.items(), ("all", report)]
+        named = [(name, group) for name, group in groups.items() if name != "all"]
+        shares = [*named, ("all", report)]
         guessed = ["chance"] if any("chance" in share for _, share in shares) else []
         rows = [[grouping, "score", *guessed, "95 % interval", "bootstrap", "samples", "unparsed"]]
         for name, share in shares:
