@@ -59,13 +59,16 @@ def check_call(register: str, part: Callable[..., Any], *args: Any, **kwargs: An
     if problem is not None:
         signature = str(inspect.signature(_unwrapped(part)))
         shortened = signature if len(signature) < 200 else signature[:200] + " ...)"
+        cure = "change the signature; **others takes what the part does not need"
+        if register == "loss_fn" and inspect.isclass(_unwrapped(part)):
+            cure = "a class is not called as a loss: register a function"
         handed = ", ".join([*("..." for _ in args), *(f"{name}=..." for name in kwargs)])
         raise broken(
             register,
             part,
             f"has the signature {shortened} ({problem})",
             why=f"It is called with ({handed})",
-            cure="change the signature; **others takes what the part does not need",
+            cure=cure,
         )
 
 

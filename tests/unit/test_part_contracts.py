@@ -23,6 +23,7 @@ from register import (
     optimizer_register,
     sim_fn_register,
 )
+from stageline.contracts import check_call
 from stageline.errors import ContractError, UserError
 from stageline.training.part_checks import check_sim_fn
 from tests.helpers.small_run import ROOT, Job
@@ -180,6 +181,11 @@ def test_what_a_train_model_part_returned(job, key, came):
     arguments, _ = shipped(job, "--import", RUN, "--train-model", key)
     with pytest.raises(ContractError, match=came):
         stage_builder(arguments).build(0, num_stages=2, device="cpu")
+
+
+def test_a_class_is_not_called_as_a_loss():
+    with pytest.raises(ContractError, match="register a function"):
+        check_call("loss_fn", Job, torch.ones(1), {}, num_targets=1)
 
 
 def test_what_other_parts_returned(job, capsys):
