@@ -207,7 +207,8 @@ def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]
     titles = {item.name: kind.__doc__ or "" for kind in kinds for item in dataclasses.fields(kind)}
     held = {item.name: item.metadata.get("holds") for item in dataclasses.fields(config_class)}
     common = {name: title for title, names in HELP["sections"].items() for name in names.split()}
-    fields, groups = option_fields(config_class), {title: [] for title in HELP["sections"]}
+    groups: dict[str, list[dataclasses.Field]] = {title: [] for title in HELP["sections"]}
+    fields = option_fields(config_class)
     for name in sorted(fields, key=[*common, *fields].index):
         head, dot, _ = name.partition(".")
         title = common.get(name) or (held[head].__doc__ if dot else titles[head])
