@@ -63,13 +63,8 @@ def check_call(register: str, part: Callable[..., Any], *args: Any, **kwargs: An
         if register == "loss_fn" and inspect.isclass(_unwrapped(part)):
             cure = "a class is not called as a loss: register a function"
         handed = ", ".join([*("..." for _ in args), *(f"{name}=..." for name in kwargs)])
-        raise broken(
-            register,
-            part,
-            f"has the signature {shortened} ({problem})",
-            why=f"It is called with ({handed})",
-            cure=cure,
-        )
+        came = f"has the signature {shortened} ({problem})"
+        raise broken(register, part, came, why=f"It is called with ({handed})", cure=cure)
 
 
 def mismatch(part: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
