@@ -374,7 +374,7 @@ def _choose(options: Mapping[str, Given], keys: Keys, *, may_miss: bool) -> dict
                 continue
         else:
             if not item.values or (len(item.values) > 1 and not register.takes_several):
-                raise OptionError(needs_value(item, f"one key of {name}_register"))
+                raise OptionError(needs_value(item, f"one {name} of `stageline list`"))
             key = ",".join(item.values)
             place = "" if item.origin == COMMAND_LINE else f" ({item.origin})"
         for one in key.split(",") if register.takes_several else [key]:

@@ -64,7 +64,7 @@ class ReadConfig(Options):
     """Show segments, or write the documents back"""
 
     read_path_prefix: str | None = _prefix(PREFIX)
-    tokenizer_path: str | None = _tokenizer(f"{TOKENIZER}; default: of the build, or print ids")
+    tokenizer_path: str | None = _tokenizer(f"{TOKENIZER}; default: the build's, or print ids")
     text: bool = option(False, "write whole documents, one per line")
     json: bool | None = option(None, "with --text, JSON lines; default: unless built from text")
     output_path: str | None = option(None, "with --text, new file; default: stdout", is_output=True)
