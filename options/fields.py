@@ -211,7 +211,7 @@ def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]
     fields = option_fields(config_class)
     for name in sorted(fields, key=[*common, *fields].index):
         head, dot, _ = name.partition(".")
-        title = common.get(name) or (held[head].__doc__ if dot else titles[head])
+        title = common.get(name) or (str(held[head].__doc__) if dot else titles[head])
         groups.setdefault(title, []).append(fields[name])
     places = {title: place for place, title in enumerate(HELP["sections"])}
     found = sorted(groups.items(), key=lambda group: places.get(group[0].partition(":")[0], -1))
