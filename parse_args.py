@@ -8,8 +8,7 @@ Registers are filled by the entry file before; no model, data or device is touch
 import functools
 import json
 import os
-from argparse import SUPPRESS
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -26,10 +25,13 @@ from options.command_line import (
     convert,
     drop_rivals,
     needs_value,
+    program_name,
     read_config,
     read_words,
+    refuse_unknown,
 )
 from options.fields import (
+    HELP,
     OptionError,
     absolute,
     check_limits,
@@ -37,7 +39,6 @@ from options.fields import (
     check_together,
     expanded,
     option_fields,
-    option_groups,
     replaced,
     spelled,
     value_of,
@@ -79,14 +80,6 @@ SPECIAL = ("import", "config", "list", "help")  # answered before the options ar
 # option -> the one that follows from it. If typed, either wins; a saved config has both, and there
 # the first wins.
 FOLLOWING = {"num_train_epochs": "total_steps", "warmup_ratio": "warmup_steps"}
-FEW = 20  # options that --help shows without a choice; of more, the common ones
-COMMON = (
-    *("model_path", "adapter_path", "dataset_path", "output_dir", "output_path", "resume", "bf16"),
-    *("num_stages", "num_devices", "engine", "batch_size", "micro_batch_size", "max_token_num"),
-    *("learning_rate", "total_steps", "num_train_epochs", "save_steps", "llm_lora_num", "prompts"),
-    *("text", "tasks", "num_fewshot", "limit", "max_new_tokens", "temperature", "server"),
-    *("host", "port", "served_model_name", "api_key_env"),
-)
 TEST_SPLIT = {"dataset": {"split": "test"}}  # an option although the run supplies it
 Keys: TypeAlias = Mapping[str, str | None]
 Run = TypeVar("Run", covariant=True)
@@ -314,21 +307,24 @@ def read_arguments(
     keys = {**keys, **owned}
     chosen |= _choose(options, owned, may_miss=help_words is not None)
     if help_words is not None:
-        groups = option_groups(config_class)
-        if "all" not in help_words.values and len(settable) > FEW:
-            common = [item for _, items in groups for item in items if item.name in COMMON]
-            groups = [("Options that most runs need", common)]
-        parser = _build_parser(groups, chosen, listed=listed)
-        num_left = len(settable) - sum(len(items) for _, items in groups)
-        _print_and_stop(help_text(parser, keys, chosen, action=action, num_left=num_left))
+        shows_all = "all" in help_words.values
+        typed_keys = {name: key for name, key in chosen.items() if shows_all or name in options}
+        parser = _build_parser([], typed_keys, listed=listed)
+        shown = {name: chosen.get(name) or HELP["usual"].get(name, "needed") for name in keys}
+        _print_and_stop(help_text(config_class, parser, shown, shows_all=shows_all, action=action))
+    known = [*settable, *map(_spelled, keys), *SPECIAL]
+    if missing := [name for name in keys if name not in chosen]:
+        ours = {*map(_spelled, ALL_REGISTERS), *ALL_REGISTERS, *known}
+        rest = [name for name in options if ours.isdisjoint((name, name.partition(".")[0]))]
+        refuse_unknown({name: options[name] for name in rest}, known)
+        raise OptionError(_missing(missing, options))
 
     # Parse the given values only: parsing defaults would take two thirds of the time.
     settings = {
         name: item for name, item in options.items() if name not in keys and name not in SPECIAL
     }
     set_here = [item for item in settable.values() if item.name in settings]
-    parser = _build_parser([("", set_here)], chosen, listed=listed)
-    known = [*settable, *map(_spelled, keys), *SPECIAL]
+    parser = _build_parser(set_here, chosen, listed=listed)
     values = convert(parser, settings, also_known=known)
     run = replaced(
         config_class(), {item.name: expanded(item, values[item.name]) for item in set_here}
@@ -374,22 +370,33 @@ def _choose(options: Mapping[str, Given], keys: Keys, *, may_miss: bool) -> dict
         register, item = ALL_REGISTERS[name], options.get(name)
         if item is None:
             key, place = default, " (the default)"
-            if may_miss and key not in register:
+            if key is None or (may_miss and key not in register):
                 continue
         else:
             if not item.values or (len(item.values) > 1 and not register.takes_several):
-                raise OptionError(needs_value(item, f"one key of {name}_register"))
+                raise OptionError(needs_value(item, f"one {name} of `stageline list`"))
             key = ",".join(item.values)
             place = "" if item.origin == COMMAND_LINE else f" ({item.origin})"
-        if key is None:
-            raise OptionError(
-                f"{register.option} is missing: {register.holds}. Choose one of: "
-                f"{', '.join(sorted(register)) or '(nothing is registered)'}."
-            )
         for one in key.split(",") if register.takes_several else [key]:
             register.entry(one, option=register.option + place)
         chosen[name] = key
     return chosen
+
+
+def _missing(names: Sequence[str], options: Mapping[str, Given]) -> str:
+    """Return the error of registries without a choice, with what most runs have."""
+    found, usual = {}, HELP["usual"]
+    if "dataset" in names:
+        if {"model_path", "config_path", "train_model", "builder"}.isdisjoint(options):
+            found["--model-path"] = "org/model"
+        found["--dataset-path"] = "rows.jsonl"
+    lead = f"Example: {program_name()}" if "--model-path" in found else "Usual:"
+    for own in (ALL_REGISTERS[name] for name in names if name != "dataset"):
+        key = usual.get(own.name, "|".join(sorted(own)))
+        found[own.option] = key.removeprefix("usual: ")
+    *front, last = found
+    told = f"{', '.join(front)} and {last} are" if front else f"{last} is"
+    return f"{told} missing. {lead} {' '.join(f'{name} {key}' for name, key in found.items())}."
 
 
 def _owned_keys(options: Mapping[str, Given], chosen: Mapping[str, str]) -> dict[str, None]:
@@ -413,18 +420,14 @@ def _owned_keys(options: Mapping[str, Given], chosen: Mapping[str, str]) -> dict
 
 
 def _build_parser(
-    groups: Sequence[tuple[str, Sequence[Field]]],
+    items: Iterable[Field],
     chosen: Mapping[str, str],
     *,
     listed: Mapping[str, Mapping[str, Any]],
 ) -> ArgumentParser:
-    parser = ArgumentParser(exit_on_error=False, add_help=False, usage=SUPPRESS)
-    for title, items in groups:
-        group = parser.add_argument_group(title)
-        for item in items:
-            group.add_argument(
-                spelled(item.name), type=item.type, default=item.default, help=item.metadata["help"]
-            )
+    parser = ArgumentParser(exit_on_error=False, add_help=False)
+    for item in items:
+        parser.add_argument(spelled(item.name), type=item.type, default=item.default)
     for name, key in chosen.items():
         add_part_options(parser, ALL_REGISTERS[name], key, listed=frozenset(listed.get(name, ())))
     known = {action.dest for action in parser._actions}

@@ -63,7 +63,7 @@ class RegisterError(ValueError):
 
 
 class UnknownKeyError(RegisterError, KeyError):
-    """A key that a register does not hold. A `KeyError` too, so that `get()` and `pop()` work."""
+    """A name without a component. A `KeyError` too, so that `get()` and `pop()` work."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -221,16 +221,16 @@ class Register(MutableMapping[str, Any]):
             option: the option that asked, for the error message; by default the register's own.
 
         Raises:
-            UnknownKeyError: names the register, the option, the nearest keys and all keys.
+            UnknownKeyError: names the option, the nearest keys and all keys.
         """
         if key in self.data:
             return self.data[key]
         known = sorted(self.data)
         raise UnknownKeyError(
-            f"{option or self.option} {key}: {self.name}_register has no key {key!r}."
-            f"{did_you_mean(str(key).lower(), known)}\n  It holds: {', '.join(known) or 'nothing'}."
-            f"\n  To add one, write `from register import {self.name}_register` and register it in "
-            "a file of yours, and pass that with --import. --list shows every part."
+            f"{option or self.option} {key}: there is no {self.name} {key!r}."
+            f"{did_you_mean(str(key).lower(), known)} Choose one of: {', '.join(known) or '(none)'}"
+            f" (see `stageline list`), or add one: `from register import {self.name}_register` in "
+            "a file of yours, and --import FILE.py."
         )
 
     def home(self, key: str) -> str:

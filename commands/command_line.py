@@ -37,32 +37,28 @@ class Command:
 
 TRAIN = "train_pp.py"
 COMMANDS = {
-    "train": Command("train", "train, the stages of the model on one or several processes", TRAIN),
+    "train": Command("train", "train a model in pipeline stages", TRAIN),
     "plan": Command(
-        "train", "times, memory and bubble of a training, which is not started", TRAIN, ("--plan",)
+        "train", "estimate time, memory and bubble of a training run", TRAIN, ("--plan",)
     ),
     "validate": Command(
-        "train", "check options and data of a training, then stop", TRAIN, ("--check-only",)
+        "train", "check options and data of a training run, then stop", TRAIN, ("--check-only",)
     ),
-    "runs": Command(
-        "runs", "compare the runs of a folder; train all runs of a sweep", has_plain_words=True
-    ),
-    "check": Command("check", "compare a split model with the whole one, on the CPU"),
-    "eval": Command("evaluate", "answer a dataset, score the answers, report", "evaluate.py"),
-    "infer": Command("infer", "answer prompts of a file or of the command line"),
+    "runs": Command("runs", "compare the runs of a folder, train a sweep", has_plain_words=True),
+    "check": Command("check", "check that the split model equals the unsplit one"),
+    "eval": Command("evaluate", "evaluate a model on a dataset", "evaluate.py"),
+    "infer": Command("infer", "answer prompts from a file or the command line"),
     "lm-eval": Command("lm_eval", "run tasks of lm-evaluation-harness"),
-    "chat": Command("chat", "talk with a model in the terminal"),
-    "export": Command("export", "make one Hugging Face folder of a checkpoint", "export.py"),
+    "chat": Command("chat", "chat with a model in the terminal"),
+    "export": Command("export", "write a checkpoint as a Hugging Face folder", "export.py"),
     "corpus": Command(
         "corpus",
-        "build, merge, check and show a corpus for pre-training",
+        "build, merge and check a pre-training corpus",
         "corpus.py",
         has_actions=True,
     ),
-    "serve": Command("serve", "answer over HTTP as OpenAI's API does", "serve.py"),
-    "list": Command(
-        "train", "every part that can be chosen, with file and line", TRAIN, ("--list",)
-    ),
+    "serve": Command("serve", "serve a model over HTTP with OpenAI's API", "serve.py"),
+    "list": Command("train", "list all components, with file and line", TRAIN, ("--list",)),
 }
 ENVIRONMENT = "env"
 
@@ -103,9 +99,9 @@ def main() -> int:
 def overview() -> str:
     """Return all commands of this version, a line each."""
     holds = {name: command.holds for name, command in COMMANDS.items()}
-    holds[ENVIRONMENT] = "versions and devices, for a report of a bug"
+    holds[ENVIRONMENT] = "print versions and devices, for bug reports"
     lines = "\n".join(f"  {name:<20} {text}" for name, text in holds.items())
-    return f"""stageline COMMAND [CONFIG.yaml ...] [NAME=VALUE ...] [--option VALUE ...]
+    return f"""usage: stageline COMMAND [CONFIG.yaml ...] [NAME=VALUE ...] [--option VALUE ...]
 
 {lines}
 
@@ -139,7 +135,7 @@ def rewritten(words: Sequence[str]) -> list[str]:
         elif word.endswith(CONFIG_NAMES):
             front += ["--config", word]
         else:
-            raise UserError(f"{word!r} belongs to no option. Put the name before it.")
+            raise UserError(f"{word!r} belongs to no option. Put --NAME before it.")
     return front
 
 

@@ -6,6 +6,7 @@ Imports all that a run needs; train.py has read the options and started the proc
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from commands.train_parts import (
     stage_builder,
     trainer_config,
 )
-from options.train import answering_remedies, memory_remedies
+from options.train import memory_remedies
 from parse_args import TrainArguments
 from stageline.device import is_accelerator, settle_allocators, stage_devices
 from stageline.distributed.failure import name_stages
@@ -120,6 +121,16 @@ def train(parts: TrainingParts, context: DistributedContext, *, streams: bool) -
     memory = MemoryAccount(context.devices, remedies, answering_remedies(run))
     on_full_memory(memory.describe)
     Trainer(trainer_config(run), parts, context, memory=memory).run()
+
+
+def answering_remedies(run: Any) -> list[str]:
+    """Return the remedies for a run out of memory during the answers of its own model."""
+    names = ("prompts_together", "max_completion_length", "group_size")
+    given = {name: getattr(run.rollouts, name) for name in names}
+    found = [
+        f"a smaller --rollouts.{name} (now {given[name]})" for name in names if given[name] > 1
+    ]
+    return [*found, f"more --num-stages (now {run.num_stages})"]
 
 
 def streaming_topology(config: TrainArguments) -> Topology:

@@ -10,12 +10,9 @@ from options.fields import OptionError, Options, mapping, num_bytes, option, sid
 from options.train import PROVE_HELP, MachineOptions, SharedOptions
 
 # options that several commands have
+_model_path = functools.partial(option, None, is_path=True, takes_name=True)
 _adapter_paths = functools.partial(
-    option,
-    None,
-    "LoRA adapters in peft's format: folders or hub names (owner/name[@revision]), merged in order",
-    is_path=True,
-    takes_name=True,
+    _model_path, "LoRA adapters in peft's format: folders or hub names, merged in order"
 )
 _adapter_weights = functools.partial(option, None, "weight of each adapter; default: 1")
 _num_devices = functools.partial(
@@ -26,16 +23,14 @@ _temperature = functools.partial(option, 0.0, "sampling temperature (0 = greedy)
 
 
 class DecodeOptions(Options):
-    """Pipelined decoding (--engine pipeline)"""
+    """Parallelism: decoding with --engine pipeline"""
 
-    num_stages: int | None = side_option(None, "stages (processes); default: all GPUs, or 1", ge=1)
+    num_stages: int | None = side_option(None, "pipeline stages; default: all GPUs, or 1", ge=1)
     partition: list[int] | None = side_option(None, "layers per stage, 12,10; default: equal times")
     prove_split: Literal["auto", "always", "never"] = side_option("auto", PROVE_HELP)
     train_model: str | None = side_option(None, "train_model component; default: by architecture")
     max_running: int = side_option(64, "sequences decoded at a time", ge=1)
-    num_groups: int | None = side_option(
-        None, "groups of sequences; default: one per stage, fewer below 8 sequences each", ge=1
-    )
+    num_groups: int | None = side_option(None, "groups of sequences; default: one a stage", ge=1)
     prefill_tokens: int | None = side_option(
         None, "prompt tokens per pass; default: 2048, on a GPU up to 16384", ge=1
     )
@@ -52,16 +47,14 @@ API_KEYS = {"builder": "remote", "model": "remote"}
 
 
 class EngineOptions(DecodeOptions):
-    """Engine"""
+    """Parallelism: engine"""
 
     engine: Literal["device_map", "pipeline", "vllm", "api"] = option(
         "device_map",
         "device_map = one process over all devices, pipeline = one process per stage, vllm = an "
         "exported folder in vLLM, api = a model behind an endpoint (--builder.name)",
     )
-    num_replicas: int | None = side_option(
-        None, "copies of the model; default: as many pipelines as the GPUs hold, else 1", ge=1
-    )
+    num_replicas: int | None = side_option(None, "copies of the model; default: all fit", ge=1)
 
 
 def with_engine_keys(
@@ -89,14 +82,14 @@ def check_engine(run: EngineOptions) -> None:
 
 
 class RowSize(Options):
-    """Row that --plan and the split assume"""
+    """Parallelism: row that --plan and the split assume"""
 
     length: int = side_option(2048, "longest prompt with its answer, in tokens", ge=2)
     images: int = side_option(1, "images of the row (each tile counts)", ge=0)
 
 
 class PlacementOptions(Options):
-    """Devices"""
+    """Parallelism: devices"""
 
     visual_gpu_ratio: float | None = side_option(
         None,
@@ -132,9 +125,7 @@ def device_memory(run: Any) -> tuple[int, ...] | None:
 class ModelOptions(MachineOptions):
     """Model"""
 
-    model_path: str | None = option(
-        None, "model, adapter or checkpoint: a folder or hub name", is_path=True, takes_name=True
-    )
+    model_path: str | None = _model_path("model, adapter or checkpoint: a folder or hub name")
     adapter_path: list[str] | None = _adapter_paths()
 
 
@@ -150,6 +141,7 @@ def check_has_model(config: Any) -> None:
 class AnswerOptions(Options):
     """Answers"""
 
+    model_path: str | None = _model_path("folder or hub name; required unless --builder needs none")
     adapter_path: list[str] | None = _adapter_paths()
     adapter_weights: list[float] | None = _adapter_weights()
     batch_size: int = side_option(8, "samples per batch", ge=1)
@@ -160,7 +152,7 @@ class AnswerOptions(Options):
 
 
 class EvaluateConfig(PlacementOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions):
-    """Evaluation"""
+    """Data"""
 
     num_fewshot: int = option(0, "solved samples before each question, as turns or templates", ge=0)
     fewshot: FewshotSettings = mapping(FewshotSettings)
@@ -171,7 +163,7 @@ class EvaluateConfig(PlacementOptions, EngineOptions, AnswerOptions, ImageOption
 
 
 class InferConfig(PlacementOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions):
-    """Prompts: one of --prompts, --text and --dataset"""
+    """Data: one of --prompts, --text and --dataset"""
 
     prompts: str | None = side_option(None, "prompts: lines (.txt) or rows (.jsonl)", is_path=True)
     text: list[str] | None = side_option(None, "prompt; repeatable, or a list in a config file")
@@ -192,7 +184,7 @@ def check_prompts(run: InferConfig, *, has_dataset: bool) -> None:
 
 
 class ChatSettings(Options):
-    """Answers; /set changes them"""
+    """Answers: /set changes them"""
 
     max_new_tokens: int = _longest_answer(512)
     temperature: float = _temperature()
@@ -203,12 +195,10 @@ class ChatSettings(Options):
 
 
 class ChatConfig(ChatSettings, PlacementOptions, ModelOptions):
-    """Chat with a model or a server"""
+    """Server"""
 
     server: str | None = option(
-        None,
-        "address of a server with OpenAI's API, such as http://127.0.0.1:8000",
-        excludes=("--model-path",),
+        None, "server with OpenAI's API: http://127.0.0.1:8000", excludes=("--model-path",)
     )
     server_model: str | None = option(
         None, "name of the server's model; default: the first of its list", needs=("--server URL",)
@@ -219,7 +209,7 @@ class ChatConfig(ChatSettings, PlacementOptions, ModelOptions):
 
 
 class HarnessSettings(Options):
-    """Settings of lm_eval itself"""
+    """Data: settings of lm_eval itself"""
 
     include_path: str | None = option(None, "folder of your tasks, before lm_eval's", is_path=True)
     apply_chat_template: bool = option(False, "apply the model's chat template")
@@ -232,7 +222,7 @@ class HarnessSettings(Options):
 
 
 class LmEvalConfig(DecodeOptions, ModelOptions):
-    """Tasks of lm_eval"""
+    """Data: tasks of lm_eval"""
 
     tasks: str | None = option(None, "names of tasks, groups or tags, a,b", is_needed=True)
     num_fewshot: int | None = option(None, "examples before a question; default: the task's", ge=0)

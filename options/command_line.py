@@ -16,22 +16,25 @@ from typing import Any, get_args, get_origin
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from options.fields import OptionError, as_list, spelled
+from options.fields import HELP, OptionError, as_list, spelled
 from register import did_you_mean
 
 
 def command_words(argv: Sequence[str] | None = None) -> list[str]:
     """Return the words behind the command: `argv`, or those that this process was started with."""
-    if argv is not None:
-        return list(argv)
-    return sys.argv[1 + program_name().count(" ") :]
+    return list(argv) if argv is not None else sys.argv[2 if _is_module() else 1 :]
 
 
 def program_name() -> str:
-    """Return what was started: `train_pp.py`, or `stageline infer`, without a file of its own."""
-    path = Path(sys.argv[0])
-    is_module = path.parts[-2:] == ("stageline", "__main__.py")
-    return " ".join(["stageline", *sys.argv[1:2]]) if is_module else path.name.replace(" ", "_")
+    """Return what was started as it is typed: `stageline train`, also for train_pp.py."""
+    name = sys.argv[1] if _is_module() else HELP["files"].get(Path(sys.argv[0]).name, "")
+    for option, command in (("--plan", "plan"), ("--check-only", "validate")):
+        name = command if name == "train" and option in sys.argv else name
+    return f"stageline {name}" if name else Path(sys.argv[0]).name
+
+
+def _is_module() -> bool:
+    return Path(sys.argv[0]).parts[-2:] == ("stageline", "__main__.py")
 
 
 _STR = "tag:yaml.org,2002:str"
@@ -231,21 +234,8 @@ def convert(
     """Convert text to typed values."""
     actions = {action.dest: action for action in parser._actions if action.option_strings}
     hints = {name: getattr(one, "_typehint", None) or one.type for name, one in actions.items()}
-    known = [*dict.fromkeys([*hints, *also_known])]
-    if unknown := [name for name in settings if name not in hints]:
-        moved, gone = old_names("moved"), old_names("gone")
-        told = {name: gone[name] for name in unknown if name in gone}
-        told |= {
-            name: f"{spelled(name)} is {spelled(moved[name])} now."
-            for name in unknown
-            if moved.get(name) in known
-        }
-        if told:
-            raise OptionError(
-                f"{', '.join(str(settings[name]) for name in told)}: there is no such option any "
-                f"more. {' '.join(dict.fromkeys(told.values()))}"
-            )
-        raise OptionError(_unknown_option(settings[unknown[0]], known))
+    unknown = {name: item for name, item in settings.items() if name not in hints}
+    refuse_unknown(unknown, [*dict.fromkeys([*hints, *also_known])])
     words = [
         f"{actions[name].option_strings[0]}={_one_word(item, hints[name])}"
         for name, item in settings.items()
@@ -262,6 +252,24 @@ def convert(
             wanted = _type_name(hints[match[1]])
             message = f"{settings[match[1]]} has a wrong value. Give one of type {wanted}."
         raise OptionError(message) from error
+
+
+def refuse_unknown(unknown: Mapping[str, Given], known: Sequence[str]) -> None:
+    """Refuse options that a run does not have; a renamed one is named."""
+    moved, gone = old_names("moved"), old_names("gone")
+    told = {name: gone[name] for name in unknown if name in gone}
+    told |= {
+        name: f"{spelled(name)} is {spelled(moved[name])} now."
+        for name in unknown
+        if moved.get(name) in known
+    }
+    if told:
+        raise OptionError(
+            f"{', '.join(str(unknown[name]) for name in told)}: there is no such option any more. "
+            f"{' '.join(dict.fromkeys(told.values()))}"
+        )
+    for item in unknown.values():
+        raise OptionError(_unknown_option(item, known))
 
 
 def _one_word(item: Given, hint: Any) -> str:
@@ -332,5 +340,5 @@ def _unknown_option(item: Given, known: Sequence[str]) -> str:
         hint = f" There is none here: {reason.rstrip('.')}."
     if dot:
         siblings = [spelled(name) for name in known if name.startswith(head + ".")]
-        hint += f" The chosen part takes: {', '.join(siblings) or 'no options of its own'}."
-    return f"{item} is an unknown option.{hint} --help all with the keys of this run lists them."
+        hint += f" The component takes: {', '.join(siblings) or 'no options of its own'}."
+    return f"unknown option {item}.{hint} `{program_name()} --help all` lists all."

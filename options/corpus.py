@@ -7,7 +7,7 @@ from typing import Literal
 
 from options.command_line import by_name, read_config, read_words
 from options.data import CorpusRunOptions
-from options.fields import OptionError, Options, option, spelled
+from options.fields import OptionError, Options, model_option, option, spelled
 from register import did_you_mean
 
 PREFIX = "path of a corpus without suffix (.bin, .idx ...)"
@@ -15,7 +15,7 @@ TOKENIZER = "tokenizer: a folder, tokenizer.json or hub name (owner/name[@revisi
 
 
 _prefix = functools.partial(option, None, is_output=True, is_needed=True)
-_tokenizer = functools.partial(option, None, is_path=True, takes_name=True)
+_tokenizer = functools.partial(model_option, None)
 _overwrite = functools.partial(option, False, "replace a finished corpus of that name")
 _row_length = functools.partial(option, ge=8, le=2**30)
 
@@ -52,9 +52,7 @@ class MergeConfig(Options):
     """Join corpora; equal types become one, others stay apart"""
 
     merge_path_prefix: list[str] | None = option(None, f"{PREFIX}; repeat for each", is_needed=True)
-    merge_path_type: list[int] | None = option(
-        None, "type number of each corpus; equal numbers become one type", is_needed=True
-    )
+    merge_path_type: list[int] | None = option(None, "type number of each corpus", is_needed=True)
     new_path_prefix: str | None = _prefix(PREFIX)
     overwrite: bool = _overwrite()
 
@@ -63,9 +61,7 @@ class ReadConfig(Options):
     """Show segments, or write the documents back"""
 
     read_path_prefix: str | None = _prefix(PREFIX)
-    tokenizer_path: str | None = _tokenizer(
-        f"{TOKENIZER}; default: print ids, or with --text use the tokenizer of the build"
-    )
+    tokenizer_path: str | None = _tokenizer(f"{TOKENIZER}; default: the build's, or print ids")
     text: bool = option(False, "write whole documents, one per line")
     json: bool | None = option(None, "with --text, JSON lines; default: unless built from text")
     output_path: str | None = option(None, "with --text, new file; default: stdout", is_output=True)
@@ -80,10 +76,7 @@ class RemoveConfig(Options):
     read_data_path_prefix: str | None = _prefix(PREFIX)
     write_data_path_prefix: str | None = _prefix("path of the new corpus without suffix")
     remove_idx_path: str | None = option(
-        None,
-        "numbers from find-trained (.npy), or text, one per line",
-        is_path=True,
-        is_needed=True,
+        None, "numbers from find-trained, or a text file", is_path=True, is_needed=True
     )
     overwrite: bool = _overwrite()
 
@@ -165,8 +158,9 @@ def overview() -> str:
     """Return all actions, one line each."""
     lines = "\n".join(f"  {name:<14}{config.__doc__}" for name, config in ACTIONS.items())
     return (
-        f"usage: corpus.py ACTION [options]\n\n{lines}\n\n"
-        "`corpus.py ACTION --help` lists its options, `corpus.py --list` all parts."
+        f"usage: stageline corpus ACTION [CONFIG.yaml] [NAME=VALUE ...] [--option VALUE ...]\n\n"
+        f"{lines}\n\n"
+        "`stageline corpus ACTION --help` lists its options, `stageline list` all components."
     )
 
 

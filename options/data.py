@@ -9,12 +9,10 @@ BAD_ROWS = "most bad rows that are left out (listed in bad_rows.jsonl); one more
 
 
 class RowSettings(Options):
-    """Rows of a batch"""
+    """Batch and length: rows of a batch"""
 
     order: Literal["sorted", "given"] = option(
-        "sorted",
-        "order: sorted = like lengths share a micro-batch, given = as drawn",
-        resume="steps",
+        "sorted", "sorted = like lengths share a micro-batch, given = as drawn", resume="steps"
     )
     last: Literal["drop", "pad"] = option(
         "drop", "last rows of an epoch: drop = leave out, pad = add the epoch's first rows"
@@ -23,9 +21,11 @@ class RowSettings(Options):
 
 
 class BatchOptions(Options):
-    """Data and batches"""
+    """Batch and length"""
 
-    batch_size: int = free_option(16, "samples per schedule step and replica", ge=1)
+    batch_size: int = free_option(
+        16, "samples per replica and batch; a step has --accumulate-steps batches", ge=1
+    )
     micro_batch_size: int = option(2, "samples per micro-batch, on average", ge=1, resume="steps")
     accumulate_steps: int = free_option(1, "batches per optimizer step", ge=1)
     max_token_num: int = option(512, "max length of a sample, in tokens", ge=1)
@@ -47,16 +47,11 @@ def check_batches(run: BatchOptions) -> None:
 
 
 class ImageSettings(Options):
-    """Images"""
+    """Data: images"""
 
-    min_tiles: int | None = option(
-        None, "least tiles of an image (InternVL, LLaVA-Next); default: the processor's", ge=1
-    )
+    min_tiles: int | None = option(None, "least tiles of an image (InternVL, LLaVA-Next)", ge=1)
     max_tiles: int | None = option(
-        None,
-        "most tiles of an image without its thumbnail (InternVL, LLaVA-Next, Idefics3, SmolVLM); "
-        "default: the processor's",
-        ge=1,
+        None, "most tiles of an image (InternVL, LLaVA-Next, Idefics3, SmolVLM)", ge=1
     )
     min_pixels: int | None = option(None, "least pixels of an enlarged image (Qwen-VL)", ge=1)
     max_pixels: int | None = option(None, "most pixels of a scaled image (Qwen-VL)", ge=1)
@@ -77,19 +72,16 @@ class ImageSettings(Options):
 
 
 class ImageOptions(Options):
-    """Images"""
+    """Data: images"""
 
     images: ImageSettings = mapping(ImageSettings)
 
 
 class CorpusRunOptions(Options):
-    """Corpus"""
+    """Data: corpus"""
 
     global_batch_distributed: list[int] | None = option(
-        None,
-        "rows of each type in a global batch, such as 64,64; default: in proportion to the sizes",
-        excludes=("--mixture-weights",),
-        to="dataset?",
+        None, "rows of each type in a batch, 64,64", excludes=("--mixture-weights",), to="dataset?"
     )
     mixture_weights: list[float] | None = option(None, "share of each type, 0.7,0.3", to="dataset?")
     drop_mode: str | None = option(
@@ -104,7 +96,7 @@ _fewshot = functools.partial(option, needs=("--num-fewshot 2",))
 
 
 class FewshotSettings(Options):
-    """Examples in the prompt"""
+    """Data: examples in the prompt"""
 
     split: Literal["train", "test"] = _fewshot("train", "split of the examples, never the sample")
     seed: int = _fewshot(0, "seed of the draw", ge=0)
@@ -112,7 +104,7 @@ class FewshotSettings(Options):
 
 
 class BootstrapSettings(Options):
-    """Bootstrap intervals of the report"""
+    """Output: bootstrap intervals of the report"""
 
     resamples: int = side_option(10_000, "draws per interval (0 = off)", ge=0, le=1_000_000)
     seed: int = side_option(0, "seed of the draws", ge=0)

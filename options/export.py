@@ -2,20 +2,16 @@
 
 from typing import Literal
 
-from options.fields import OptionError, Options, num_bytes, option
+from options.fields import OptionError, Options, model_option, num_bytes, option
 
 
 class ExportConfig(Options):
-    """Export"""
+    """Output"""
 
-    model_path: str | None = option(
-        None, "checkpoint, model or hub name", is_path=True, takes_name=True, is_needed=True
-    )
+    model_path: str | None = model_option(None, "checkpoint, model or hub name", is_needed=True)
     output_path: str | None = option(None, "folder to create", is_output=True, is_needed=True)
     merge: bool = option(False, "merge the adapter into its base, not export it in peft's format")
-    adapter_path: list[str] | None = option(
-        None, "adapters to merge in order: folders or hub names", is_path=True, takes_name=True
-    )
+    adapter_path: list[str] | None = model_option(None, "adapters to merge: folders or hub names")
     adapter_weights: list[float] | None = option(
         None, "weight of each adapter; default: 1", needs=("--adapter-path FOLDER",)
     )

@@ -14,6 +14,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, dataclass_transform
 
+import yaml
+
 _HUB = "hub:"
 # the same patterns as in stageline.hub: hub names, and file names that look like them
 _HUB_NAME = re.compile(r"(hub:)?(\w[\w.-]*)/\w[\w.-]*?(@\w[\w./-]*)?")
@@ -22,6 +24,9 @@ _SNAPSHOT = re.compile(r"(.+)/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})
 _NAMED = re.compile(r"(\w[\w./-]*)=(.+)")
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _UNITS["g"] = _UNITS["gib"]
+
+# sections and examples of --help
+HELP = yaml.safe_load(Path(__file__).with_name("help.yaml").read_text(encoding="utf-8"))
 
 
 class OptionError(ValueError):
@@ -83,6 +88,8 @@ def option(
 
 # a resumed run may have another value
 free_option = functools.partial(option, resume="free")
+# a folder or a name on a hub
+model_option = functools.partial(option, is_path=True, takes_name=True)
 # it changes no answer of an evaluation
 side_option = functools.partial(option, shapes_answers=False)
 
@@ -194,20 +201,21 @@ def check_needed(run: Any) -> None:
 
 
 def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]]]:
-    """Return the fields of an options class, by the class that declares them."""
-    groups: dict[str, list[dataclasses.Field]] = {}
-    declaring = filter(dataclasses.is_dataclass, reversed(config_class.__mro__))
-    titles = {
-        item.name: kind.__doc__ or ""
-        for kind in reversed([*declaring])  # the first that declares it
-        for item in dataclasses.fields(kind)
-    }
+    """Return the fields of an options class by title: sections in order, the common ones first."""
+    kinds = filter(dataclasses.is_dataclass, config_class.__mro__)
+    # the last base that declares a field titles it
+    titles = {item.name: kind.__doc__ or "" for kind in kinds for item in dataclasses.fields(kind)}
     held = {item.name: item.metadata.get("holds") for item in dataclasses.fields(config_class)}
-    for name, item in option_fields(config_class).items():
+    common = {name: title for title, names in HELP["sections"].items() for name in names.split()}
+    groups: dict[str, list[dataclasses.Field]] = {title: [] for title in HELP["sections"]}
+    fields = option_fields(config_class)
+    for name in sorted(fields, key=[*common, *fields].index):
         head, dot, _ = name.partition(".")
-        title = f"{held[head].__doc__} (a mapping)" if dot else titles[head]
-        groups.setdefault(title, []).append(item)
-    return list(groups.items())
+        title = common.get(name) or (str(held[head].__doc__) if dot else titles[head])
+        groups.setdefault(title, []).append(fields[name])
+    places = {title: place for place, title in enumerate(HELP["sections"])}
+    found = sorted(groups.items(), key=lambda group: places.get(group[0].partition(":")[0], -1))
+    return [group for group in found if group[1]]
 
 
 def spelled(name: str) -> str:

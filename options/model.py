@@ -3,9 +3,9 @@
 import functools
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from options.fields import OptionError, Options, free_option, mapping, option
+from options.fields import OptionError, Options, free_option, mapping, model_option, option
 
 if TYPE_CHECKING:
     from options.train import RunConfig
@@ -14,13 +14,14 @@ PARTS = ("vit", "mlp", "llm")  # vision tower, projector, language model
 
 STARTS = "default, gaussian, orthogonal, pissa or pissa_niter_N (N rounds of a quick SVD)"
 _KNOWN = re.compile(r"default|gaussian|orthogonal|pissa(_niter_[1-9]\d*)?")
+RopeScaling: TypeAlias = Literal["linear", "dynamic", "yarn", "llama3"]
 ANY_LORA = "--llm-lora-num 1 or --vit-lora-num 1 or --mlp-lora-num 1"
 _kind_option = functools.partial(option, needs=(ANY_LORA,), to="train_model?")
 _lora_option = functools.partial(option, to="train_model", argument="lora_{name}")
 
 
 class LoRASettings(Options):
-    """LoRA of all parts"""
+    """Fine-tuning: LoRA"""
 
     rank: int = _lora_option(8, "LoRA rank", ge=1)
     alpha: float = _lora_option(16.0, "LoRA alpha (scale alpha / rank)", ge=0)
@@ -82,7 +83,7 @@ _freeze_option = functools.partial(option, needs=("--freeze.layers 2",))
 
 
 class LayerFreezing(Options):
-    """Partial training of the language model"""
+    """Fine-tuning: frozen layers of the language model"""
 
     layers: int | None = option(
         None,
@@ -95,7 +96,7 @@ class LayerFreezing(Options):
 
 
 class VocabularySettings(Options):
-    """Vocabulary"""
+    """Fine-tuning: vocabulary"""
 
     new_tokens: list[str] | None = option(None, "tokens to add: <left>,<right>; @FILE = its lines")
     train_new: bool = option(
@@ -112,7 +113,7 @@ _half_option = functools.partial(option, needs=("--bf16 or --fp16 or --dtype aut
 
 
 class Float32Settings(Options):
-    """Float32 under --bf16 or --fp16"""
+    """Model: float32 under --bf16 or --fp16"""
 
     norms: bool = _half_option(False, "norms in float32", excludes=("--dp-shard",))
     logits: bool = _half_option(False, "logits in float32")
@@ -162,7 +163,7 @@ class PartTraining(HeadTraining):
 
 
 class PartsTraining(Options):
-    """Parts of the model"""
+    """Fine-tuning: parts of the model"""
 
     vit: PartTraining = mapping(PartTraining)
     mlp: PartTraining = mapping(PartTraining)
@@ -170,15 +171,17 @@ class PartsTraining(Options):
     lm_head: HeadTraining = mapping(HeadTraining)
 
 
-class TrainedOptions(Options):
-    """Training methods (docs/methods.md)"""
+def _num_adapters(part: str) -> Any:
+    text = f"LoRA adapters on the {part} (0 = none, 1 = usual)"
+    return option(0, text, ge=0, to="train_model")
 
-    adapter_path: list[str] | None = option(
+
+class TrainedOptions(Options):
+    """Fine-tuning"""
+
+    adapter_path: list[str] | None = model_option(
         None,
-        "adapters to start from, folders or hub names: the last is trained, the others are merged "
-        "into --model-path",
-        is_path=True,
-        takes_name=True,
+        "adapters to continue: the last is trained, the others are merged into --model-path",
         needs=("--model-path FOLDER",),
         to="train_model?",
     )
@@ -189,9 +192,7 @@ class TrainedOptions(Options):
         to="train_model?",
     )
     neftune_alpha: float = option(0.0, "NEFTune noise (often 5, 0 = off)", ge=0, to="train_model?")
-    rope_scaling: Literal["linear", "dynamic", "yarn", "llama3"] | None = option(
-        None, "RoPE scaling beyond the model's positions"
-    )
+    rope_scaling: RopeScaling | None = option(None, "RoPE scaling beyond the model's positions")
     fp32: Float32Settings = mapping(Float32Settings)
     quantization: Literal["nf4", "int8"] | None = option(
         None,
@@ -203,9 +204,9 @@ class TrainedOptions(Options):
         None, "compute dtype of nf4 layers; default: the run's", needs=("--quantization nf4",)
     )
     double_quantization: bool = option(False, "8-bit scales of nf4", needs=("--quantization nf4",))
-    vit_lora_num: int = option(0, "LoRA adapters of the vision tower", ge=0, to="train_model")
-    mlp_lora_num: int = option(0, "LoRA adapters of the projector", ge=0, to="train_model")
-    llm_lora_num: int = option(0, "LoRA adapters of the language model", ge=0, to="train_model")
+    vit_lora_num: int = _num_adapters("vision tower")
+    mlp_lora_num: int = _num_adapters("projector")
+    llm_lora_num: int = _num_adapters("language model")
     parts: PartsTraining = mapping(PartsTraining)
     lora: LoRASettings = mapping(LoRASettings)
     freeze: LayerFreezing = mapping(LayerFreezing)
@@ -265,7 +266,7 @@ def read_tokens(given: list[str]) -> list[str]:
 
 
 class VisionOptions(Options):
-    """Vision tower"""
+    """Parallelism: vision tower"""
 
     vision_stages: int = free_option(
         0,

@@ -7,6 +7,7 @@ contract of each register (which arguments come from the run), never a key.
 import functools
 import inspect
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -15,16 +16,19 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse import ArgumentParser
-
 from options.answer import EvaluateConfig
 from options.command_line import program_name
-from options.fields import argument_name, option_fields
+from options.fields import HELP, argument_name, option_fields, option_groups, spelled
 from options.train import RunConfig
 from register import ALL_REGISTERS, ROOT, Facts, Register
 
 # types whose values can be written on a command line or in a YAML file
 _PLAIN = (int, float, str, bool, type(None), Path, Any, list, tuple, dict, set, Parameter.empty)
+
+
+FEW = 20  # options that --help shows without `all`; of more, the common ones
+_WORDS = {int: "N", float: "X", bool: "true|false", str: "TEXT", dict: "{A: B}"}
+_WORDS |= dict.fromkeys((list, tuple, set), "A,B")
 
 
 @functools.cache
@@ -99,7 +103,7 @@ def add_part_options(
         skipped -= listed
         if not {item.name for item in items} - skipped:
             continue
-        group = parser.add_argument_group(f"{register.option} {one}", register.summary(one))
+        group = parser.add_argument_group(f"{register.option} {one}", _described(register, one))
         adding: dict[str, Any] = {"as_group": False, "skip": skipped, "fail_untyped": False}
         if inspect.isclass(target):
             group.add_class_arguments(target, prefix, **adding)
@@ -186,50 +190,80 @@ def list_parts() -> str:
     return "\n".join(lines)
 
 
-def _choices(hint: re.Match[str]) -> str:
-    """Return the members of a Literal or Union as `a | b`; they may be wrapped over lines."""
-    return re.sub(r",(\s)", r" |\1", hint[1].replace("'", ""))
+def _value_word(name: str, hint: Any) -> str:
+    """Return what follows an option in --help: N, A,B or its choices."""
+    words: list[str] = []
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    for one in typing.get_args(hint) if is_union else (hint,):
+        kind = typing.get_origin(one) or one
+        if kind is not type(None):
+            word = _WORDS.get(kind, "VALUE")
+            words += map(str, typing.get_args(one)) if kind is Literal else [word]
+    text = "|".join(words)
+    is_path = name.endswith(("path", "dir", "prompts", "exported", "resume"))
+    return text.replace("TEXT", "PATH") if is_path else text
+
+
+def _row(name: str, text: str, hint: Any, default: Any) -> str:
+    """Return an option in --help, with its default in words or as a value."""
+    text, _, shown = " ".join(text.split()).removesuffix(".").partition("; default: ")
+    if not shown and default not in (None, "", [], {}):
+        values = default if isinstance(default, list | tuple) else [default]
+        plain = [f"{one:g}" if isinstance(one, float) else str(one) for one in values]
+        shown = str(default).lower() if isinstance(default, bool) else ",".join(plain)
+    if shown and re.search(r"\([^()]* = [^()]*\)$", text):
+        text = f"{text[:-1]}; default: {shown})"
+    elif shown:
+        text = f"{text} (default: {shown})".lstrip()
+    is_switch = hint is bool and default is False
+    return _line(name if is_switch else f"{name} {_value_word(name, hint)}", text)
+
+
+def _line(head: str, text: str) -> str:
+    """Return a line of --help, with its text from column 28 on."""
+    first = f"  {head}  ".ljust(28) if len(head) < 25 else f"  {head}\n{' ' * 28}"
+    body = textwrap.wrap(text, 72, break_on_hyphens=False, break_long_words=False)
+    return (first + f"\n{' ' * 28}".join(body)).rstrip()
 
 
 def help_text(
-    parser: ArgumentParser,
-    keys: Mapping[str, str | None],
-    chosen: Mapping[str, str],
-    *,
-    action: str = "",
-    num_left: int = 0,
+    config_class: type, parser: Any, keys: Mapping[str, str], *, shows_all: bool, action: str
 ) -> str:
-    """Return the output of `--help`.
-
-    Args:
-        chosen: register -> key, where one is known.
-        num_left: options that the parser does not know, since most people do not need them.
-    """
-    program = f"{program_name()} {action}".rstrip()
-    lines = [f"usage: {program} {'--KEY-OPTION KEY ... ' if keys else ''}[options]", ""]
-    if keys:
-        lines.append("Parts, chosen by key (--help after choosing keys lists their own options):")
-    for name in keys:
-        register = ALL_REGISTERS[name]
-        shown = f"{register.option} {chosen.get(name, 'KEY')}"
-        for key in chosen[name].split(",") if name in chosen else ():
-            lines.append(f"  {shown:<32} {_described(register, key)}")
-        if name not in chosen:
-            lines.append(f"  {shown:<32} {register.holds}")
-            lines.append(f"  {'':<32} one of: {', '.join(sorted(register)) or '(none)'}")
+    """Return the output of `--help`; keys: register -> its component, or what that follows from."""
+    program, groups = f"{program_name()} {action}".rstrip(), option_groups(config_class)
+    num_left = sum(len(items) for _, items in groups)
+    if not shows_all and num_left > FEW:
+        common = {name: names.split() for name, names in HELP["sections"].items()}
+        for name in ("Optimization", "Checkpoints") if "Check" in dict(groups) else ():
+            del common[name]  # a check trains nothing
+        for title, items in groups:
+            items[:] = [one for one in items if one.name in common.get(title, ())]
+    num_left -= sum(len(items) for _, items in groups)
+    lines = [f"usage: {program} [CONFIG.yaml] [NAME=VALUE ...] [--option VALUE ...]"]
+    example = HELP["examples"].get(program.partition(" ")[2])
+    lines += [f"example: {program} {example}"] if example else []
+    for title, items in groups:
+        lines += ["", f"{title}:"] if items else []
+        for one in items:
+            lines.append(_row(spelled(one.name), one.metadata["help"], one.type, one.default))
     lines += [
-        *([""] if keys else []),
-        "  --import FILE.py | package.module | entry point    parts of your own; repeatable",
-        "  --config FILE.yaml    options from a file; the command line wins",
-        "  --list                every part with its key, first docstring line and file:line",
-        *([f"  --help all            {num_left} more options, by group"] if num_left else []),
         "",
-        "",
+        "Components (see `stageline list`; --help shows options of those that are named):",
     ]
-    text = re.sub(r", --\S+\+ \S+", "", parser.format_help())  # appending is not our way
-    text = re.sub(r"Optional\[(\w+\[[^][]*\])\]", r"\1 | null", text)
-    text = re.sub(r"Literal\[([^\]]*)\]", _choices, text)
-    text = re.sub(r"Union\[((?:[^][]|\[[^][]*\])*)\]", _choices, text)
-    for name in keys:
-        text = text.replace(f"--{name}.", ALL_REGISTERS[name].option + ".")
-    return "\n".join(lines) + text
+    for name, key in keys.items():
+        own = ALL_REGISTERS[name]
+        lines.append(_line(f"{own.option} KEY ({key})", own.holds))
+    lines += [
+        _line("--import FILE.py", "components of your own, also package.module; repeatable"),
+        _line("--config FILE.yaml", "options from a file; the command line wins"),
+        *([_line("--help all", f"{num_left} more options")] if num_left else []),
+    ]
+    for group in parser._action_groups:
+        actions = [one for one in group._group_actions if "." in one.dest]
+        lines += ["", f"{group.title}: {group.description}"] if actions else []
+        for one in actions:
+            head, _, tail = one.dest.partition(".")
+            hint = getattr(one, "_typehint", None) or one.type
+            name = f"{ALL_REGISTERS[head].option}.{tail}"
+            lines.append(_row(name, one.help or "", hint, one.default))
+    return "\n".join(lines)

@@ -7,13 +7,21 @@ from pathlib import Path
 
 from options.answer import DecodeOptions, ModelOptions
 from options.data import ImageOptions
-from options.fields import OptionError, Options, mapping, option, option_fields, split_name
+from options.fields import (
+    OptionError,
+    Options,
+    mapping,
+    model_option,
+    option,
+    option_fields,
+    split_name,
+)
 
 KEY = re.compile("[!-~]{8,}")
 
 
 class HttpSettings(Options):
-    """Connections"""
+    """Server: connections"""
 
     ssl_certfile: str | None = option(None, "certificate chain (PEM), for https", is_path=True)
     ssl_keyfile: str | None = option(
@@ -45,7 +53,7 @@ def check_certificate(run: "ServeConfig") -> None:
 
 
 class RequestLimits(Options):
-    """Limits of requests"""
+    """Server: limits of requests"""
 
     max_queue: int = option(256, "most waiting answers; more get status 429", ge=0)
     max_body_mib: float = option(20.0, "largest request with pictures, in MiB", ge=0.001, le=4096)
@@ -67,12 +75,9 @@ class ServeConfig(ImageOptions, DecodeOptions, ModelOptions):
     limits: RequestLimits = mapping(RequestLimits)
     max_new_tokens: int = option(512, "default max length of a chat answer, in tokens", ge=1)
     temperature: float = option(1.0, "default sampling temperature (0 = greedy)", ge=0, le=2)
-    adapter_path: list[str] | None = option(
+    adapter_path: list[str] | None = model_option(
         None,
-        "LoRA adapters in peft's format: folders or hub names, merged in order; NAME=FOLDER for "
-        "each = models of their own, served next to the base",
-        is_path=True,
-        takes_name=True,
+        "LoRA adapters (peft), merged in order; NAME=FOLDER for each = models next to the base",
         is_named=True,
     )
 

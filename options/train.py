@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from options.data import BatchOptions, CorpusRunOptions, ImageOptions
 from options.fields import (
@@ -16,6 +16,7 @@ from options.fields import (
     free_option,
     given_options,
     mapping,
+    model_option,
     option,
     option_fields,
     refuse,
@@ -29,6 +30,7 @@ PROVE_HELP = (
     "these versions and options"
 )
 _rate = functools.partial(option, ge=0, to="lr_scheduler", resume="steps")
+Steps: TypeAlias = Literal["epoch"] | int
 _length = functools.partial(option, resume="length")
 
 
@@ -39,7 +41,7 @@ _recompute_option = functools.partial(
 
 
 class RecomputeSettings(Options):
-    """Activation checkpointing"""
+    """Parallelism: activation checkpointing"""
 
     every: int = _recompute_option(1, "recompute every n-th layer of the model", ge=1)
     mode: Literal["full", "operators"] = _recompute_option(
@@ -48,7 +50,7 @@ class RecomputeSettings(Options):
 
 
 class MemoryOptions(Options):
-    """Memory and attention"""
+    """Parallelism: memory and attention"""
 
     gradient_checkpointing: bool = _stage_option(False, "recompute activations in the backward")
     recompute: RecomputeSettings = mapping(RecomputeSettings)
@@ -65,7 +67,7 @@ class MemoryOptions(Options):
 
 
 class StreamingSettings(Options):
-    """Memory of --engine streaming"""
+    """Parallelism: memory of --engine streaming"""
 
     budget: float | None = free_option(
         None, "GiB of each device for weights and gradients; default: half of the free", ge=0
@@ -74,7 +76,7 @@ class StreamingSettings(Options):
 
 
 class StreamingOptions(Options):
-    """Streaming (--engine streaming)"""
+    """Parallelism: --engine streaming"""
 
     streaming: StreamingSettings = mapping(StreamingSettings)
     recompute_grain: Literal["stage", "layer"] = free_option(
@@ -87,7 +89,7 @@ class StreamingOptions(Options):
 
 
 class RolloutOptions(Options):
-    """Rollouts: answers with rewards"""
+    """Fine-tuning: GRPO"""
 
     reward_weights: list[float] | None = option(None, "weight of each reward, 1,0.2; default: 1")
     reward_timeout: float = option(120.0, "timeout of a step's rewards, seconds (0 = none)", ge=0)
@@ -110,7 +112,7 @@ class RolloutOptions(Options):
 
 
 class BadStepSettings(Options):
-    """Loss spikes and non-finite gradients"""
+    """Optimization: loss spikes and non-finite gradients"""
 
     max_skipped: int = free_option(20, "skipped steps in a row that end the run", ge=1)
     spike_sigma: float = option(0.0, "loss spike, in sigmas of the last 64 losses (0 = off)", ge=0)
@@ -120,11 +122,11 @@ class BadStepSettings(Options):
 
 
 class StopSettings(Options):
-    """Early stopping"""
+    """Optimization: early stopping"""
 
     patience: int = free_option(
         0,
-        "evaluations in a row without improvement after which the run ends (0 = off)",
+        "evaluations without improvement until the run ends (0 = off)",
         ge=0,
         needs=("--eval-steps 100",),
         excludes=("--eval-samples 0",),
@@ -134,26 +136,17 @@ class StopSettings(Options):
 
 
 class CheckpointOptions(Options):
-    """Logging, checkpoints and faults"""
+    """Checkpoints"""
 
     hang_timeout: float = free_option(600.0, "watchdog timeout, in seconds (0 = none)", ge=0)
     stop_deadline: float = free_option(120.0, "seconds to end after a signal (0 = no limit)", ge=0)
-    log_steps: int = free_option(
-        1, "optimizer steps between lines of log.jsonl (a run prints about 50 lines)", ge=1
-    )
-    eval_steps: Literal["epoch"] | int = free_option(
-        0, "optimizer steps between evaluations, or epoch (0 = only at the end)", ge=0
-    )
+    log_steps: int = free_option(1, "optimizer steps between lines of log.jsonl", ge=1)
+    eval_steps: Steps = free_option(0, "steps between evaluations (0 = only at the end)", ge=0)
     eval_samples: Literal["all"] | int = free_option("all", "held-out samples (0 = none)", ge=0)
     timeline_step: int = free_option(3, "optimizer step that timeline.png shows (0 = none)", ge=0)
-    save_steps: Literal["epoch"] | int = free_option(
-        0, "optimizer steps between checkpoints, or epoch (0 = only at the end)", ge=0
-    )
+    save_steps: Steps = free_option(0, "steps between checkpoints (0 = only at the end)", ge=0)
     save_best: str = free_option(
-        "none",
-        "held-out metric whose best weights are kept in checkpoints/best: loss, token_accuracy or "
-        "another of the log",
-        excludes=("--eval-samples 0",),
+        "none", "metric of checkpoints/best, such as loss", excludes=("--eval-samples 0",)
     )
     keep_last: int = free_option(0, "newest checkpoints to keep, and the best (0 = all)", ge=0)
     sync_save: bool = free_option(False, "write checkpoints synchronously, with no copy in memory")
@@ -181,7 +174,7 @@ def on_resume(name: str, parts: Mapping[str, Any] = {}) -> str:
 
 
 class MachineOptions(Options):
-    """Machine"""
+    """Model"""
 
     device: Literal["auto", "cpu", "cuda", "xpu", "npu", "mps"] = free_option(
         "auto", "device: auto = an accelerator, else the CPU (never mps)", to="train_model builder"
@@ -198,17 +191,13 @@ class MachineOptions(Options):
 
 
 class SharedOptions(MachineOptions):
-    """Files, seed and loading"""
+    """Data: seed and loading"""
 
-    model_path: str | None = free_option(
-        None, "model folder or hub name; default: random weights", is_path=True, takes_name=True
+    model_path: str | None = model_option(
+        None, "model folder or hub name; default: random weights", resume="free"
     )
-    dataset_path: str | None = free_option(
-        None,
-        "dataset: file, folder, hub name (owner/name[@revision]) or prefix of a corpus",
-        is_path=True,
-        is_pattern=True,
-        takes_name=True,
+    dataset_path: str | None = model_option(
+        None, "file, folder, hub name or prefix of a corpus", is_pattern=True, resume="free"
     )
     output_dir: str = free_option(
         "runs/train", "folder of log, plots and checkpoints", is_output=True, shapes_answers=False
@@ -240,33 +229,30 @@ class OptimizerOptions(Options):
 
 
 class PipelineOptions(Options):
-    """Pipeline and plan"""
+    """Parallelism"""
 
     schedule: str = free_option(
         "1f1b",
         "pipeline schedule: gpipe, 1f1b, eager_1f1b, looped_bfs, interleaved_1f1b, "
         "interleaved_zero_bubble, zbv, dualpipev, or the path of a .csv file",
     )
-    num_stages: int | None = free_option(
-        None, "number of stages; default: by the number of processes", ge=1, to="train_model"
+    num_stages: int | None = _stage_option(
+        None, "pipeline stages; default: as many as the processes and --schedule need", ge=1
     )
     stages_per_rank: int | None = free_option(None, "stages per process; default: 1 or 2", ge=1)
     dp_degree: int | None = free_option(None, "pipeline replicas; default: by the processes", ge=1)
     dp_shard: bool = free_option(False, "shard weights, gradients and optimizer state (FSDP2)")
-    partition: Literal["uniform", "parameters", "measured"] | list[int] = free_option(
+    partition: Literal["uniform", "parameters", "measured"] | list[int] = _stage_option(
         "uniform",
         "decoder layers of each stage, such as 8,8,7,9; uniform = equal numbers, parameters = "
         "equal bytes, measured = equal times on this device, within its memory",
-        to="train_model",
     )
     prove_split: Literal["auto", "always", "never"] = free_option("auto", PROVE_HELP)
     plan: bool = option(False, "print times and memory of each stage, then stop", is_saved=False)
     device_memory: float | None = free_option(None, "memory limit of each rank, in GiB", ge=0)
 
 
-_settings_path = functools.partial(
-    free_option, None, is_path=True, takes_name=True, to="train_model"
-)
+_settings_path = functools.partial(model_option, None, resume="free", to="train_model")
 
 
 class RunConfig(
@@ -282,7 +268,7 @@ class RunConfig(
     BatchOptions,
     SharedOptions,
 ):
-    """Options of a training run that belong to no component."""
+    """Model: config and tokenizer"""
 
     config_path: str | None = _settings_path("config.json, folder, hub name; default: --model-path")
     processor_path: str | None = _settings_path("tokenizer or processor; default: --model-path")
@@ -302,7 +288,7 @@ class RunConfig(
 
 
 class CheckSettings(Options):
-    """Check of a split"""
+    """Check"""
 
     steps: int = option(3, "number of batches to compare", ge=1)
     tolerance: float | None = option(
@@ -315,7 +301,7 @@ class CheckSettings(Options):
 
 
 class CheckConfig(RunConfig):
-    """Check of an export or a split"""
+    """Check"""
 
     exported: str | None = option(None, "export to compare with --model-path", is_path=True)
     adapter_weights: list[float] | None = option(
@@ -415,16 +401,6 @@ def memory_remedies(run: RunConfig, *, has_gpu: bool, streams: bool = False) -> 
         "--bf16": not (run.bf16 or run.fp16),
     }
     return [what for what, is_open in candidates.items() if is_open]
-
-
-def answering_remedies(run: RunConfig) -> list[str]:
-    """Return the remedies for a run out of memory during the answers of its own model."""
-    names = ("prompts_together", "max_completion_length", "group_size")
-    given = {name: getattr(run.rollouts, name) for name in names}
-    found = [
-        f"a smaller --rollouts.{name} (now {given[name]})" for name in names if given[name] > 1
-    ]
-    return [*found, f"more --num-stages (now {run.num_stages})"]
 
 
 # the name of the option -> the name in transformers

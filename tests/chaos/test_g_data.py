@@ -34,7 +34,7 @@ def refused(file, *words, **options):
 BAD_LINES = {
     "g01_broken_line": (b'{"question": "q", "answer": }\n', ":3:29: no JSON"),
     "g03_invalid_utf8": (b'{"question": "\xff", "answer": "a"}\n', ":3:", "not UTF-8", "byte 80 "),
-    "g06_key_missing": (b'{"question": "q"}\n', ":3:", "'answer' is missing"),
+    "g06_key_missing": (b'{"question": "q"}\n', ":3:", "no 'answer'"),
     "g06_image_is_a_number": (b'{"answer": "a", "image": 5}\n', ":3:", "image is 5"),
     "g07_nan": (b'{"answer": NaN}\n', ":3: NaN and Infinity are"),
     "g08_deep_list": (b'{"answer": ' + b"[" * 100_000 + b"\n", ":3:", "nested too deeply"),

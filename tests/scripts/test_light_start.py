@@ -103,13 +103,13 @@ NEEDED = {  # by the command, before it looks at other options
 
 
 SLIPS = {
-    f"{TRAIN} --loss-fn sftt": "no key 'sftt'. Did you mean 'sft'?",
-    f"{EVALUATE} --metric exact": "no key 'exact'",
-    "serve.py --model-path . --prompt-fn chatt": "no key 'chatt'",
-    "corpus.py write --language klingon": "no key 'klingon'",
-    "-m stageline check --train-model lama": "no key 'lama'",
-    "-m stageline infer --text a --builder autoo": "no key 'autoo'",
-    "-m stageline chat --builder autoo": "no key 'autoo'",
+    f"{TRAIN} --loss-fn sftt": "'sftt'. Did you mean 'sft'?",
+    f"{EVALUATE} --metric exact": "'exact'",
+    "serve.py --model-path . --prompt-fn chatt": "'chatt'",
+    "corpus.py write --language klingon": "'klingon'",
+    "-m stageline check --train-model lama": "'lama'",
+    "-m stageline infer --text a --builder autoo": "'autoo'",
+    "-m stageline chat --builder autoo": "'autoo'",
     "-m stageline trian": "is not a command",
     f"{TRAIN} --total-steps many": "--total-steps many has a wrong value",
     **{f"{NEEDED.get(one, one)} --nonsense 3": "--nonsense" for one in COMMANDS},

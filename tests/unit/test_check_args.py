@@ -23,7 +23,7 @@ def test_a_training_command_is_taken_as_it_is():
 
 def test_data_may_be_left_out_but_belongs_together():
     assert "dataset" not in parse_check_args(["--train-model", "llama"]).parts
-    with pytest.raises(ValueError, match="--dataset is missing"):
+    with pytest.raises(ValueError, match="--dataset-path is missing"):
         parse_check_args("--train-model llama --prompt chat --dataset-path".split() + [""])
 
 

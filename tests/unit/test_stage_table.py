@@ -10,7 +10,7 @@ import torch.distributed as dist
 import transformers
 
 from commands import train_engines
-from options.train import RolloutOptions, RunConfig, answering_remedies, memory_remedies
+from options.train import RolloutOptions, RunConfig, memory_remedies
 from pp_models import CausalLMStage
 from stageline import progress
 from stageline.streaming.runner import streaming_schedule
@@ -93,7 +93,9 @@ def test_streaming_tells_the_memory_of_its_gpus_and_not_the_hosts(monkeypatch):
 def test_what_helps_a_run_that_answers_is_said_while_it_does():
     run = RunConfig(rollouts=RolloutOptions(prompts_together=1))
     account = MemoryAccount(
-        [torch.device("cpu")], memory_remedies(run, has_gpu=False), answering_remedies(run)
+        [torch.device("cpu")],
+        memory_remedies(run, has_gpu=False),
+        train_engines.answering_remedies(run),
     )
     assert "--gradient-checkpointing" in account.describe()
     with progress.doing("decoding"):

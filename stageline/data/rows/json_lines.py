@@ -126,7 +126,7 @@ class JsonLines(RowsDataset):
             )
         is_pair = "chosen" in sample and "rejected" in sample
         if sample.get("messages") is None and not is_pair and not _has_text(sample):
-            raise _missing(row, "answer", "the text that is learnt")
+            raise _missing(row, "answer", "the text to train on")
         sample["id"] = str(row.data.get("id", f"{self._name}-{row.number}"))
         sample["group"] = str(sample.get(self._group, "all"))
         return images, sample
@@ -192,7 +192,7 @@ def image_names(source: str, sample: dict[str, Any]) -> list[str] | None:
 
 def _missing(row: Row, field: str, what: str) -> DataError:
     return DataError(
-        f"{row.source}: the field {field!r} is missing, {what}; the row has the fields "
+        f"{row.source}: the row has no {field!r} ({what}); its fields are "
         f"{names_text(row.data)}. Correct the row, or name its fields with `dataset.fields` "
         '\'{"question": "...", "answer": "..."}\'.'
     )
