@@ -45,16 +45,20 @@ run_with_lesser_kernels() {
         "$ROOT/tests/distributed/test_data_parallel.py::test_replicas_equal_one_process"
 }
 
-# Run the oldest transformers that README promises, with the installed torch; the newest is locked.
-run_oldest_transformers() {
-    STAGELINE_TEST_WORKERS=1 bash "$ROOT/scripts/test_versions.sh" --quick transformers==5.17.0
+# Run the oldest transformers that README promises, and the newest, with the installed torch.
+run_other_transformers() {
+    local version code=0
+    for version in 5.17.0 5.24.0; do
+        STAGELINE_TEST_WORKERS=1 bash "$ROOT/scripts/test_versions.sh" --quick "transformers==$version" || code=1
+    done
+    return "$code"
 }
 
 # These checks run next to the tests, one after the other, each in one process: a worker takes
 # seven seconds for its imports. Their output comes last.
 beside() {
     local check failed=""
-    for check in check_types run_on_cards run_on_npus run_with_lesser_kernels run_oldest_transformers; do
+    for check in check_types run_on_cards run_on_npus run_with_lesser_kernels run_other_transformers; do
         echo "[tests] $check"
         "$check" || failed="$failed $check"
     done

@@ -20,10 +20,11 @@ declare -A SUITES=(
     [packing]="unit/test_packing.py unit/test_packing_check.py distributed/test_packing_attention.py"
     [streaming]="unit/test_streaming_*.py distributed/test_streaming_run.py"
     [checkpoints]="unit/test_save.py unit/test_load.py unit/test_shards.py unit/test_plain_folder.py unit/test_export.py unit/test_export_families.py unit/test_resize_vocab.py distributed/test_save_ranks.py distributed/test_process_group.py"
+    [vision]="distributed/test_vision_stages.py unit/test_example_batch.py unit/test_neftune.py"
     [parity]="distributed/test_parity.py distributed/test_vision_parity.py distributed/test_moe.py distributed/test_schedule_parity.py distributed/test_reward_parity.py distributed/test_runner.py"
 )
 # the smallest suite that shows whether another transformers splits, decodes, trains and saves
-QUICK="unit/test_torch_names.py unit/test_decoding_families.py unit/test_answers_proof.py unit/test_proof.py unit/test_plain_folder.py"
+QUICK="unit/test_torch_names.py unit/test_decoding_families.py unit/test_answers_proof.py unit/test_proof.py unit/test_plain_folder.py unit/test_neftune.py"
 
 TORCH="" TRANSFORMERS="" IS_QUICK="" ARGUMENTS=()
 for word in "$@"; do

@@ -204,7 +204,7 @@ class PromptMaker:
             prompt = encode_prompts([rendered], [None], processor=self.processor)
         except UserError as error:
             raise self._refused(error) from None
-        if prompt["input_ids"].shape[1] == 0:
+        if not prompt["attention_mask"].any():
             raise bad_request("The prompt has no tokens.", "prompt")
         return prompt
 

@@ -197,7 +197,11 @@ class StageModel(Stage):
 
     def row_length(self, max_token_num: int | None) -> int:
         """Return the tokens of a row: the number given, or the configuration's context length."""
-        return int(max_token_num or self.text_config.max_position_embeddings)
+        longest = max_token_num or getattr(self.text_config, "max_position_embeddings", None)
+        if longest is None:
+            name = type(self.text_config).__name__
+            raise UserError(f"{name} has no max_position_embeddings. Pass max_token_num.")
+        return int(longest)
 
     def parts(self) -> dict[str, list[str]]:
         """Module path prefixes of the parts `vit`, `mlp` (projector), `llm` and `lm_head`."""

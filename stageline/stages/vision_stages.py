@@ -429,7 +429,8 @@ class VisionStages(CausalLMStage):
             return _with_nothing_of((features, *branches), output)
         batch["pixel_values"] = features
         # transformers 5.24 turns the outputs of the tower into a tuple, too
-        outputs = BaseModelOutputWithPooling(pooler_output=self.images.pooled(features))
+        pooled: Any = self.images.pooled(features)
+        outputs: Any = BaseModelOutputWithPooling(pooler_output=pooled)
         outputs.deepstack_features = [[branch] for branch in branches]
         base = self.whole.base_model
         base.__dict__["get_image_features"] = lambda *args, **kwargs: outputs
