@@ -197,11 +197,7 @@ class StageModel(Stage):
 
     def row_length(self, max_token_num: int | None) -> int:
         """Return the tokens of a row: the number given, or the configuration's context length."""
-        longest = max_token_num or getattr(self.text_config, "max_position_embeddings", None)
-        if longest is None:
-            name = type(self.text_config).__name__
-            raise UserError(f"{name} has no max_position_embeddings. Pass max_token_num.")
-        return int(longest)
+        return max_token_num or self._setting("max_position_embeddings", "Pass max_token_num")
 
     def parts(self) -> dict[str, list[str]]:
         """Module path prefixes of the parts `vit`, `mlp` (projector), `llm` and `lm_head`."""
@@ -230,11 +226,13 @@ class StageModel(Stage):
 
     def num_layers(self) -> int:
         """Return the number of layers that are split over the stages."""
-        count: int | None = getattr(self.text_config, "num_hidden_layers", None)
-        if count is None:
-            name = type(self.text_config).__name__
-            raise UserError(f"{name} has no num_hidden_layers. Add it, or override num_layers().")
-        return count
+        return self._setting("num_hidden_layers", "Add it, or override num_layers()")
+
+    def _setting(self, name: str, cure: str) -> int:
+        value = getattr(self.text_config, name, None)
+        if value is None:
+            raise UserError(f"{type(self.text_config).__name__} has no {name}. {cure}.")
+        return int(value)
 
     def layer_name(self, index: int) -> str:
         """The module path of a layer, for the planner."""
