@@ -509,21 +509,26 @@ def make_loader(
         )
     return MicroBatchLoader(
         dataset,
-        collate=functools.partial(data.collate, stage=context.pp_rank),
+        **shared_loading(run, data, context, is_evaluation=is_evaluation),
         batch_size=run.batch_size,
         micro_batch_size=run.micro_batch_size,
         accumulate_steps=1 if is_evaluation else run.accumulate_steps,
-        dp_rank=context.dp_rank,
-        dp_degree=context.num_replicas,
-        seed=run.seed,
-        num_workers=run.num_workers,
         pins=any(map(is_accelerator, context.devices)),
-        shuffle=not is_evaluation,
-        eval=is_evaluation,
-        pads=run.rows.last == "pad",
         order=run.rows.order,
         packing=run.max_token_num if is_packed else None,
         legal_counts=schedule.legal_micro_batches,
         agree=agree,
         **place,
     )
+
+
+def shared_loading(
+    run: RunConfig, data: Data, context: DistributedContext, *, is_evaluation: bool
+) -> dict[str, Any]:
+    """Return the arguments that loaders of rows and of prompts have in common."""
+    return {
+        "collate": functools.partial(data.collate, stage=context.pp_rank),
+        **{"dp_rank": context.dp_rank, "dp_degree": context.num_replicas},
+        **{"seed": run.seed, "num_workers": run.num_workers, "pads": run.rows.last == "pad"},
+        **{"shuffle": not is_evaluation, "eval": is_evaluation},
+    }

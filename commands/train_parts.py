@@ -27,6 +27,7 @@ from commands.train_data import (
     make_loader,
     read_anew,
     rows_option,
+    shared_loading,
     start_weights,
 )
 from options.command_line import with_new_names
@@ -262,16 +263,9 @@ def make_prompts(
     num_prompts = count // answers_of(config)
     return MicroBatchLoader(
         dataset,
-        collate=functools.partial(data.collate, stage=context.pp_rank),
+        **shared_loading(run, data, context, is_evaluation=is_evaluation),
         batch_size=max(num_prompts // size, 1) * size,
         micro_batch_size=size,
-        dp_rank=context.dp_rank,
-        dp_degree=context.num_replicas,
-        seed=run.seed,
-        num_workers=run.num_workers,
-        shuffle=not is_evaluation,
-        eval=is_evaluation,
-        pads=run.rows.last == "pad",
         order="given",
         maker=PromptMaker,
         **place,

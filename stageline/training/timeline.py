@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import torch.distributed as dist
 
@@ -73,20 +72,14 @@ def mean_durations(events: Sequence[TimelineEvent]) -> Durations:
 
 
 def write_trace(events: Sequence[TimelineEvent], path: Path) -> None:
-    """Write Chrome trace events; the same events, in any order, give the same file."""
-    trace = {"traceEvents": trace_events(events), "displayTimeUnit": "ms"}
-    path.write_text(json.dumps(trace, indent=0, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def trace_events(events: Sequence[TimelineEvent]) -> list[dict[str, Any]]:
-    """Return the spans in order of rank and time, in us: a process is a rank, a thread a stage.
+    """Write Chrome trace events, in us, by rank and time: a process is a rank, a thread a stage.
 
     Waits have a thread of their own behind those of the stages.
     """
     waits = 1 + max((event.stage for event in events), default=0)
     origin, _ = extent(events)
     ordered = sorted(events, key=lambda e: (e.rank, e.start, e.end, e.stage, e.kind, e.micro_batch))
-    return [
+    spans = [
         {
             # one colour a kind: Perfetto leaves numbers out when it chooses
             "name": f"{KIND_NAMES[event.kind]} {event.micro_batch}",
@@ -100,3 +93,5 @@ def trace_events(events: Sequence[TimelineEvent]) -> list[dict[str, Any]]:
         }
         for event in ordered
     ]
+    trace = {"traceEvents": spans, "displayTimeUnit": "ms"}
+    path.write_text(json.dumps(trace, indent=0, allow_nan=False) + "\n", encoding="utf-8")

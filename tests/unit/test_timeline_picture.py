@@ -11,7 +11,7 @@ from stageline.pipeline.recorder import WAITS, TimelineEvent, bubble, describe_t
 from stageline.plotting.figures import timeline_figure
 from stageline.training.run_log import RunLog
 from stageline.training.step import StepResult
-from stageline.training.timeline import StepTimeline, trace_events, write_trace
+from stageline.training.timeline import StepTimeline, write_trace
 
 # two ranks, two micro-batches, the second stage slower; times do not start at 0
 MEASURED = [
@@ -82,10 +82,11 @@ def test_the_trace_holds_each_span_in_microseconds(tmp_path):
     assert {event["cat"] for event in spans} == {"compute", "wait"}
 
 
-def test_spans_of_a_thread_do_not_cross():
+def test_spans_of_a_thread_do_not_cross(tmp_path):
     """Viewers nest spans of one thread; two that overlap in part are drawn wrong."""
     last = {}
-    for event in trace_events(MEASURED):
+    write_trace(MEASURED, tmp_path / "t.json")
+    for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"]:
         if event["ph"] == "X":
             thread = event["pid"], event["tid"]
             assert event["ts"] >= last.get(thread, 0.0)
