@@ -65,8 +65,15 @@ def mismatch(part: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
     while isinstance(part, functools.partial):  # its own signature hides the mismatch
         args, kwargs = (*part.args, *args), {**part.keywords, **kwargs}
         part = part.func
+    # each row asks about two functions; a method would keep its object alive
+    look = _problem if inspect.isfunction(part) else _problem.__wrapped__
+    return look(part, len(args), tuple(kwargs))
+
+
+@functools.lru_cache
+def _problem(part: Callable[..., Any], num_args: int, names: tuple[str, ...]) -> str | None:
     try:
-        inspect.signature(part).bind(*args, **kwargs)
+        inspect.signature(part).bind(*[None] * num_args, **dict.fromkeys(names))
     except (TypeError, ValueError) as error:  # built-in functions have no signature to read
         return str(error) if isinstance(error, TypeError) else None
     return None

@@ -236,13 +236,8 @@ class TextEncoder:
 
     def _reserved_in_data(self, ids: list[int], kinds: Kinds) -> list[int]:
         """Return the places of reserved tokens that touch text from the data."""
-        if self.reserved_ids.isdisjoint(ids):
-            return []
-        return [
-            place
-            for place, token_id in enumerate(ids)
-            if token_id in self.reserved_ids and kinds[place] & _USER
-        ]
+        places = (kinds & _USER).nonzero()[0].tolist()
+        return [place for place in places if ids[place] in self.reserved_ids]
 
     def _by_bytes(self, rendered: Rendered) -> tuple[list[int], Kinds] | None:
         """Return ids and kinds without offsets, from the bytes of each token.
@@ -255,10 +250,10 @@ class TextEncoder:
         # only the call for many texts can do without offsets
         backend = self.tokenizer.backend_tokenizer
         ids = backend.encode_batch_fast([rendered.text], add_special_tokens=False)[0].ids
-        tokens = [self._bytes[token_id] for token_id in ids]
+        tokens = list(map(self._bytes.__getitem__, ids))
         if b"".join(tokens) != rendered.text.encode():
             return None
-        widths = numpy.array([len(token) for token in tokens], dtype=numpy.int64)
+        widths = numpy.fromiter(map(len, tokens), numpy.int64, len(tokens))
         ends = widths.cumsum()
         lengths = [len(piece.text.encode()) for piece in rendered.pieces]
         borders = itertools.pairwise(itertools.accumulate(lengths, initial=0))
