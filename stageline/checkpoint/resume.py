@@ -21,15 +21,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A whole checkpoint with a training state.
-
-    Attributes:
-        base: of an adapter checkpoint, the folder of its frozen model; else None.
-    """
+    """A whole checkpoint with a training state."""
 
     folder: Path
     state: SavedState
-    base: str | None
+    base: str | None  # the frozen model of an adapter checkpoint
 
     @property
     def step(self) -> int:
@@ -159,8 +155,6 @@ def is_claimed(folder: Path) -> bool:
     try:
         with (folder / LOCK_FILE).open(encoding="utf-8") as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
     return False

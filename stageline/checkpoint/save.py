@@ -71,13 +71,12 @@ class AdapterLevel:
     Attributes:
         tensors: copies on the host, by name in the file.
         facts: module name -> (rank, alpha, whether the layer keeps its weight transposed).
-        kinds: which of `KINDS` its layers have.
         file: where the tensors were written; then they are not here any more.
     """
 
     tensors: Shard
     facts: dict[str, tuple[int, float, bool]]
-    kinds: set[str]
+    kinds: set[str]  # a part of `KINDS`
     file: str = ""
 
 

@@ -86,11 +86,10 @@ def replaced_name(folder: Path) -> str:
 
 def keep_last(folder: Path, count: int) -> list[str]:
     """Remove all but the last `count` checkpoints; return the names of those that went."""
-    removed = []
-    for _, path in reversed(step_folders(folder)[count:]):
+    removed = [path for _, path in reversed(step_folders(folder)[count:])]
+    for path in removed:
         remove_checkpoint(path)
-        removed.append(path.name)
-    return removed
+    return [path.name for path in removed]
 
 
 def sweep(folder: Path) -> int:
@@ -99,9 +98,9 @@ def sweep(folder: Path) -> int:
     for path in folder.glob("*.tmp-*"):
         if path.is_symlink() or path.is_file():
             path.unlink()
-            continue
-        freed += sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
-        shutil.rmtree(path)
+        else:
+            freed += sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+            shutil.rmtree(path)
     return freed
 
 

@@ -63,15 +63,10 @@ Plan = list[Action | Transfer]
 
 @dataclass(frozen=True)
 class GradFlow:
-    """Work of each stage in the backward pass.
+    """Work of each stage in the backward pass."""
 
-    Attributes:
-        computes: something trains in this stage or before it.
-        sends: something trains before it, so the stage before waits for a gradient.
-    """
-
-    computes: tuple[bool, ...]
-    sends: tuple[bool, ...]
+    computes: tuple[bool, ...]  # something trains in this stage or before it
+    sends: tuple[bool, ...]  # something trains before it, so the stage before waits for a gradient
 
 
 def grad_flow(trains: Sequence[bool]) -> GradFlow:

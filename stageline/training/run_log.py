@@ -20,7 +20,7 @@ from tqdm.contrib import DummyTqdmFile
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from stageline.distributed.process_group import DistributedContext
-from stageline.errors import StorageError
+from stageline.errors import StorageError, spelled
 from stageline.modules.quantised import num_weights
 from stageline.pipeline.live_bytes import tensor_bytes
 from stageline.pipeline.recorder import TimelineEvent, describe_timeline
@@ -191,7 +191,7 @@ class RunLog:
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} | eta {remaining}{postfix}",
         )
         if self._has_bar:
-            # what others print and log appears in whole lines above the bar
+            # others print and log in whole lines above the bar
             known = [logging.root, *map(logging.getLogger, list(logging.root.manager.loggerDict))]
             shows = [
                 logger
@@ -372,7 +372,7 @@ class RunLog:
         if best.value is not None:
             told.append(f"best {best.metric} {best.value:.4f} at step {best.step}")
         self.say(" | ".join(told))
-        self.say(f"next: stageline eval or stageline chat --model-path {checkpoint}")
+        self.say(spelled(f"next: stageline eval or stageline chat `model_path` {checkpoint}"))
 
     def timeline(
         self,

@@ -399,7 +399,7 @@ class Trainer:
             "held_out": self.held_out_rows,
         }
         if (own := self.train_step.part.state_dict()) is not None:
-            is_last = self.runner.local.models[-1].is_last  # whose passes call the loss
+            is_last = self.runner.local.models[-1].is_last  # its passes call the loss
             states = Ranks.of(self.runner.group).gather(own if is_last else None)
             facts["loss"] = next(state for state in states if state is not None)
         if self.rollouts is not None:

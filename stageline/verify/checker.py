@@ -43,17 +43,12 @@ MAX_DETAILS = 8  # names under one row of the table; the file has all of them
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """One thing that was checked.
-
-    Attributes:
-        passed: None where it could not be checked.
-        details: of a failure, what exactly is wrong, one line each.
-    """
+    """One thing that was checked."""
 
     name: str
-    passed: bool | None
+    passed: bool | None  # None where it could not be checked
     figure: str
-    details: Sequence[str] = ()
+    details: Sequence[str] = ()  # a line for each thing that is wrong
 
     @property
     def result(self) -> str:
@@ -62,16 +57,11 @@ class ComparedRow:
 
 @dataclass
 class Report:
-    """The findings of a check: a table for the screen and a JSON file.
+    """The findings of a check: a table for the screen and a JSON file."""
 
-    Attributes:
-        facts: what was compared with what.
-        notes: what was cut, replaced or left out.
-    """
-
-    facts: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)  # the two sides of the comparison
     rows: list[ComparedRow] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # everything cut, replaced or left out
 
     def add(self, name: str, passed: bool | None, figure: str, details: Sequence[str] = ()) -> None:
         """Add a row."""
@@ -115,20 +105,13 @@ class Report:
 
 @dataclass
 class Comparison:
-    """Values of stages, compared one by one with those of the whole model.
+    """Values of stages, compared one by one with those of the whole model."""
 
-    Attributes:
-        name: of the row of the table.
-        tolerance: absolute and relative; 0 asks for equal bits.
-        largest: the greatest difference of two numbers.
-        differences: a line for each value that differs.
-    """
-
-    name: str
-    tolerance: float
+    name: str  # names the row of the table
+    tolerance: float  # absolute and relative; 0 asks for equal bits
     num_compared: int = 0
-    largest: float = 0.0
-    differences: list[str] = field(default_factory=list)
+    largest: float = 0.0  # the greatest difference of two numbers
+    differences: list[str] = field(default_factory=list)  # a line for each value that differs
 
     def add(self, at: str, ours: torch.Tensor | None, theirs: torch.Tensor | None) -> None:
         """Compare one value; `at` begins the line about it."""

@@ -46,20 +46,13 @@ class ExportError(RuntimeError):
 
 @dataclass(frozen=True)
 class ExportVerdict:
-    """Result of comparing an export.
+    """Result of comparing an export."""
 
-    Attributes:
-        reference: what it was compared with, in words.
-        difference: largest difference of a logit, as a share of the largest.
-        probes: what was tried: text, image.
-        notes: what was not compared, and why.
-    """
-
-    reference: str
-    difference: float
+    reference: str  # the other side of the comparison, in words
+    difference: float  # largest difference of a logit, as a share of the largest
     tolerance: float
-    probes: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    probes: tuple[str, ...]  # text, image
+    notes: tuple[str, ...] = ()  # everything not compared, and the reason
 
 
 @torch.no_grad()

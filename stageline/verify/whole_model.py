@@ -46,17 +46,12 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Preparation:
-    """The paths that all stages are built from, and the kind of whole model.
-
-    Attributes:
-        is_library: the whole model is transformers' class, not the part on one stage.
-        notes: what was cut or replaced.
-    """
+    """The paths that all stages are built from, and the kind of whole model."""
 
     source: ModelSource
     config: PretrainedConfig
-    is_library: bool
-    notes: tuple[str, ...] = ()
+    is_library: bool  # the whole model is transformers' class, not the part on one stage
+    notes: tuple[str, ...] = ()  # everything cut or replaced
 
     @property
     def weights(self) -> Path:

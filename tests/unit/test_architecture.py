@@ -244,28 +244,28 @@ MORE_SHELF = "metric.py tracker.py corpus_parts.py"
 # folder -> (beginnings of its paths, the first that fits counts; lines it must come down to; lines
 # it has now: this number only falls)
 BUDGET = {
-    "settings": ("register.py parse_args.py options/", 3400, 3869),
-    "doors": ("train_pp.py evaluate.py serve.py corpus.py export.py commands/", 4200, 4304),
+    "settings": ("register.py parse_args.py options/", 3400, 3400),
+    "doors": ("train_pp.py evaluate.py serve.py corpus.py export.py commands/", 4200, 4210),
     "components": (
         f"{SHELF_FILES} metric.py tracker.py corpus_parts.py train_model.py",
         3100,
         3100,
     ),
-    "stages": ("stageline/stages/", 3800, 4007),
-    "pipeline": ("stageline/pipeline/", 2000, 2291),
-    "modules": ("stageline/modules/", 3200, 3294),
-    "streaming": ("stageline/streaming/", 3000, 3155),
-    "training": ("stageline/training/", 4600, 5473),
+    "stages": ("stageline/stages/", 3800, 3800),
+    "pipeline": ("stageline/pipeline/", 2000, 2006),
+    "modules": ("stageline/modules/", 3200, 3200),
+    "streaming": ("stageline/streaming/", 3000, 3000),
+    "training": ("stageline/training/", 4600, 4641),
     "checkpoint": ("stageline/checkpoint/", 4300, 4300),
-    "data": ("stageline/data/", 7600, 8368),
-    "corpus": ("stageline/corpus/", 3800, 4286),
-    "inference": ("stageline/inference/", 5200, 5291),
-    "planner": ("stageline/planner/", 1900, 2053),
+    "data": ("stageline/data/", 7600, 7607),
+    "corpus": ("stageline/corpus/", 3800, 3800),
+    "inference": ("stageline/inference/", 5200, 5200),
+    "planner": ("stageline/planner/", 1900, 1900),
     "serving": ("stageline/serving/", 2600, 2600),
-    "evaluation": ("stageline/evaluation/ stageline/plotting/", 1850, 2114),
-    "verify": ("stageline/verify/", 1900, 2422),
+    "evaluation": ("stageline/evaluation/ stageline/plotting/", 1850, 1850),
+    "verify": ("stageline/verify/", 1900, 1900),
     "distributed": ("stageline/distributed/", 1500, 1500),
-    "rest": ("stageline/", 1900, 2841),
+    "rest": ("stageline/", 1900, 2393),
 }
 
 
