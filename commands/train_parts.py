@@ -294,21 +294,18 @@ class TrainingParts:
     def summary(self) -> dict[str, str]:
         """Return label -> text of the lines that begin the log of a run."""
         run, parts, schedule = self.config.run, self.config.parts, self.config.topology.schedule
-        replicas = run.dp_degree or 1
+        replicas, size = run.dp_degree or 1, run.micro_batch_size
         samples = run.batch_size * run.accumulate_steps * replicas
-        epochs = run.total_steps * samples / max(len(self.data.train), 1)
-        kept = {"epoch": "every epoch", 0: "at the end"}
-        saves = kept.get(run.save_steps, f"every {run.save_steps} steps")
-        best = "" if run.save_best == "none" else f", best {run.save_best}"
+        turns = run.total_steps * samples / max(len(self.data.train), 1)
+        epochs = "" if self.samples_answers else f", {turns:.3g} epochs"
         return {
             "run folder": f"{Path(run.output_dir).absolute()} (run.log, log.jsonl, config.yaml)",
             "parallelism": f"{schedule.num_stages} stages on {schedule.num_ranks} ranks, "
-            f"{replicas} x data, {schedule.name}, {run.num_micro_batches} micro-batches of "
-            f"{run.micro_batch_size} samples",
-            "steps": f"{run.total_steps:,} of {samples} samples, {epochs:.3g} epochs",
+            f"{replicas} x data, {schedule.name}, {run.num_micro_batches} micro-batches of {size}",
+            "steps": f"{run.total_steps:,} of {samples} samples{epochs}",
             "optimizer": f"{parts['optimizer'].key}, {run.precision}, lr {run.learning_rate:g}, "
             f"{parts['lr_scheduler'].key}, {run.warmup_steps} warm-up steps",
-            "checkpoints": f"{saves}{best}",
+            "checkpoints": f"--save-steps {run.save_steps}, --save-best {run.save_best}",
         }
 
     def settings(self) -> dict[str, object]:

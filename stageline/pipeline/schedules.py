@@ -30,24 +30,19 @@ class ScheduleKind:
     """Properties of a schedule, the same in all its runs.
 
     Attributes:
-        torch_name: its name in torch; None: torch has none like it.
         warm_up: with one stage a rank: (ranks, rank, micro-batches) -> the forward passes before
             the first backward pass; a backward and a forward pass in turn come behind them. None:
             the order is that of torch's class.
-        is_multi: a rank holds several stages.
-        is_v: rank r of p holds stages r and 2p - 1 - r; the last stage is on rank 0.
-        splits_backward: gradients of inputs and of weights are computed apart.
         least: (ranks, stages) -> the fewest micro-batches it runs.
-        has_rounds: they must fall into max(1, micro-batches // ranks) equal rounds.
     """
 
-    torch_name: str | None = None
+    torch_name: str | None = None  # its name in torch; None: torch has none like it
     warm_up: Callable[[int, int, int], int] | None = None
-    is_multi: bool = False
-    is_v: bool = False
-    splits_backward: bool = False
+    is_multi: bool = False  # a rank holds several stages
+    is_v: bool = False  # rank r of p holds stages r and 2p - 1 - r; the last stage is on rank 0
+    splits_backward: bool = False  # gradients of inputs and of weights are computed apart
     least: Callable[[int, int], int] = lambda num_ranks, num_stages: 1
-    has_rounds: bool = False
+    has_rounds: bool = False  # they must fall into max(1, micro-batches // ranks) equal rounds
 
 
 SCHEDULES: dict[str, ScheduleKind] = {
@@ -78,16 +73,12 @@ SCHEDULES: dict[str, ScheduleKind] = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule for given numbers of ranks and stages.
-
-    Attributes:
-        written: the orders of a schedule that came from a file; None: they follow from the kind.
-    """
+    """A schedule for given numbers of ranks and stages."""
 
     name: str
     rank_of_stage: tuple[int, ...]
     kind: ScheduleKind
-    written: Orders | None = field(default=None, repr=False, hash=False)
+    written: Orders | None = field(default=None, repr=False, hash=False)  # the file has them
 
     @property
     def num_stages(self) -> int:

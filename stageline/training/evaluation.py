@@ -32,7 +32,6 @@ class EvalResult:
             count in the whole set. None for rewarded answers.
         token_accuracy: share of supervised tokens that greedy prediction hits, given the true
             tokens before them; None for a loss_fn part over scores.
-        num_targets: supervised tokens.
         predicted: token ids predicted at the supervised places of each of the first `keep` rows.
         figures: named figures of the loss_fn part besides its loss.
         perplexity: exp of the loss, where that is the mean cross-entropy of tokens.
@@ -40,7 +39,7 @@ class EvalResult:
 
     loss: float | None
     token_accuracy: float | None
-    num_targets: int
+    num_targets: int  # supervised tokens
     predicted: list[list[int]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
     perplexity: float | None = None

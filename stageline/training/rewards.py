@@ -28,14 +28,13 @@ class Reward:
 
     Attributes:
         takes_lots: it gets answers in lots, as soon as they are there; else all of a step at once.
-        is_dear: calls cost money, or load a model.
     """
 
     key: str
     part: Callable[..., Any]
     weight: float = 1.0
     takes_lots: bool = False
-    is_dear: bool = False
+    is_dear: bool = False  # calls cost money, or load a model
 
 
 @dataclass

@@ -192,14 +192,12 @@ class AnswerRow:
     """An answer as a row of a step.
 
     Attributes:
-        row: of the dataset.
-        encoded: the prompt with the answer's tokens.
         replaced: the last label, where the row cannot hold its token: (place, token id).
         old: log-probabilities of its tokens by a training pass of the weights that drew it.
     """
 
-    row: int | None
-    encoded: EncodedSample
+    row: int | None  # its number in the dataset
+    encoded: EncodedSample  # the prompt with the answer's tokens
     answer: SampledAnswer
     num_prompt: int
     replaced: tuple[int, int] | None = None
@@ -276,16 +274,13 @@ class Drawn:
 
     Attributes:
         rows, made: P prompts; rows of the step, the G of a prompt side by side.
-        batches: of these rows, without what rewards decide.
-        judging: their rewards, on the first rank.
-        staleness: optimizer steps from the weights that drew them to those that they train.
     """
 
     rows: Sequence[PromptRow]
     made: list[AnswerRow]
-    batches: list[MicroBatch]
-    judging: Judging | None
-    staleness: int
+    batches: list[MicroBatch]  # micro-batches of these rows, before rewards
+    judging: Judging | None  # their rewards, on the first rank
+    staleness: int  # optimizer steps from the weights that drew them to those that they train
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,20 +45,16 @@ class StepRecord(StepResult):
     """One optimizer step as it is logged and shown.
 
     Attributes:
-        step: steps done; the first one is 1.
-        seconds: from the batch to the updated weights.
         peak_memory_bytes: of each rank of the pipeline, or of each device of a single process.
         part_rates: part of the model -> its learning rate, of those that have one of their own.
-        wait_share: of the seconds since the last line, those before batches came.
-        bubble: idle share of the time of all ranks; None: not measured.
     """
 
-    step: int
-    seconds: float
+    step: int  # steps done; the first one is 1
+    seconds: float  # from the batch to the updated weights
     peak_memory_bytes: tuple[int, ...] = ()
     part_rates: Mapping[str, float] = field(default_factory=dict)
-    wait_share: float = 0.0
-    bubble: float | None = None
+    wait_share: float = 0.0  # the share of the seconds that went into waiting for batches
+    bubble: float | None = None  # idle share of the time of all ranks; None: not measured
 
     @property
     def tokens_per_second(self) -> float:

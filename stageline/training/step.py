@@ -215,36 +215,29 @@ class StepResult:
     Attributes:
         loss: of the whole batch, of all replicas; only what the loss_fn part returned, so that it
             can be compared between models.
-        grad_norm: before clipping; may be inf or nan when the step was skipped.
-        num_tokens: without padding; `num_targets`: supervised ones; `num_samples`: with a target.
-        is_skipped: the loss or a gradient was not finite, or a spike; no weight changed.
-        wants_stop: some rank was asked to stop, by a signal.
-        extra_loss: the model's own (router) loss, weighted; trained on, not in `loss`.
         problem, rows: why the step was skipped, or is odd, and its dataset rows, of all replicas.
         skipped_in_a_row, num_skipped: steps up to this one, and since the start of the run.
-        warnings: problems that do not stop a run.
         figures: named figures that the loss_fn part returned besides its loss.
         answers: figures of the answers that a step was trained on, where the model gave them.
-        data_wait: seconds of waiting for micro-batches, on the slowest rank.
     """
 
     loss: float
-    grad_norm: float
+    grad_norm: float  # before clipping; may be inf or nan when the step was skipped
     learning_rate: float
-    num_tokens: int
+    num_tokens: int  # without padding; `num_targets`: supervised ones; `num_samples`: with a target
     num_targets: int
     num_samples: int
-    is_skipped: bool = False
-    wants_stop: bool = False
-    extra_loss: float = 0.0
+    is_skipped: bool = False  # the loss or a gradient was not finite, or a spike; no weight changed
+    wants_stop: bool = False  # some rank was asked to stop, by a signal
+    extra_loss: float = 0.0  # the model's own (router) loss, weighted; trained on, not in `loss`
     problem: str | None = None
     rows: tuple[int, ...] = ()
     skipped_in_a_row: int = 0
     num_skipped: int = 0
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # problems that do not stop a run
     figures: dict[str, float] = field(default_factory=dict)
     answers: dict[str, float] = field(default_factory=dict)
-    data_wait: float = 0.0
+    data_wait: float = 0.0  # seconds of waiting for micro-batches, on the slowest rank
 
 
 class TrainStep:
