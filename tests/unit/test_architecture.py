@@ -245,17 +245,17 @@ MORE_SHELF = "metric.py tracker.py corpus_parts.py"
 # it has now: this number only falls)
 BUDGET = {
     "settings": ("register.py parse_args.py options/", 3400, 3400),
-    "doors": ("train_pp.py evaluate.py serve.py corpus.py export.py commands/", 4200, 4210),
+    "doors": ("train_pp.py evaluate.py serve.py corpus.py export.py commands/", 4200, 4207),
     "components": (
         f"{SHELF_FILES} metric.py tracker.py corpus_parts.py train_model.py",
         3100,
         3100,
     ),
     "stages": ("stageline/stages/", 3800, 3800),
-    "pipeline": ("stageline/pipeline/", 2000, 2006),
+    "pipeline": ("stageline/pipeline/", 2000, 2000),
     "modules": ("stageline/modules/", 3200, 3200),
     "streaming": ("stageline/streaming/", 3000, 3000),
-    "training": ("stageline/training/", 4600, 4641),
+    "training": ("stageline/training/", 4600, 4623),
     "checkpoint": ("stageline/checkpoint/", 4300, 4300),
     "data": ("stageline/data/", 7600, 7607),
     "corpus": ("stageline/corpus/", 3800, 3800),
