@@ -113,7 +113,7 @@ def check_same_run(
         say(f"resumed with other options, so results differ from the first run's:\n{listed}")
         return
     raise CheckpointError(
-        f"{len(differences)} options differ from the checkpoint's run. Use its values, or add "
+        f"options differ from the checkpoint's run ({len(differences)}). Use its values, or add "
         f"`allow_changes`.{why}\n{listed}"
     )
 
