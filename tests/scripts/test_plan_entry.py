@@ -70,7 +70,7 @@ def test_a_check_tries_the_rewards_and_names_a_row_without_an_answer(job):
     del lines[2]["answer"]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = train(job, *GRPO, "--check-only")
-    assert done.returncode == 3 and "rows.jsonl:3: the field 'answer'" in done.stderr
+    assert done.returncode == 3 and "rows.jsonl:3: the row has no 'answer'" in done.stderr
     rows.write_text(rows.read_text().replace('"question": "2?"', '"question": "2?", "answer": "2"'))
     done = train(job, *GRPO, "--reward", "choice", "--check-only")
     assert done.returncode == 3 and "rows.jsonl:1 has no list of `choices`" in done.stderr
