@@ -320,6 +320,6 @@ def verify(
                 record.write_text(json.dumps(kept, indent=1) + "\n")
             if told:
                 seconds = f"{time.perf_counter() - started:.1f} s"
-                say(f"split check: {told}; {seconds}, not repeated for this model and split")
+                say(f"split check: {told}; {seconds}, recorded for this model and split")
 
     ranks.on_first(run)

@@ -236,7 +236,11 @@ def test_a_list_and_fewer_negatives_and_a_split_by_groups(tmp_path):
         ({"negatives": ["left"]}, {}, "a list of objects"),
         ({"negatives": [{"answer": "a"}]}, {}, "2: the group has 1 negatives, not 2 .*g.jsonl:1"),
         ({"negatives": [{"answer": "a"}]}, {"num_negatives": 2}, "num_negatives says"),
-        ({"negatives": [{"question": "q"}] * 2}, {}, "g.jsonl:2 \\(negative 1\\): the field 'ans"),
+        (
+            {"negatives": [{"question": "q"}] * 2},
+            {},
+            "g.jsonl:2 \\(negative 1\\): the row has no 'ans",
+        ),
         ({"anchor": {"answer": "a", "image": 3}}, {}, "g.jsonl:2 \\(anchor\\): the image is 3"),
         ({"anchor": {"answer": "a", "image": "../x.png"}}, {}, "g.jsonl:2"),
     ],
