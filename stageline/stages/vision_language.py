@@ -112,7 +112,8 @@ class VisionLanguageStage(VisionStages):
 
     def front_weights(self) -> list[nn.Parameter]:
         """The weights of tower and projector that this stage has."""
-        return [p for name, p in self.named_parameters() if self.part_of(name) in ("vit", "mlp")]
+        paths = tuple(f"{path}." for part in ("vit", "mlp") for path in self.parts()[part])
+        return [p for name, p in self.named_parameters() if f"{name}.".startswith(paths)]
 
 
 class Gemma3VisionStage(VisionLanguageStage):
