@@ -62,6 +62,8 @@ from stageline.stage import Stage
 
 SUM = -1  # stands for all levels as one adapter
 KINDS = ("use_dora", "use_rslora")
+# last names that peft 0.21 reads as those of experts, which transformers 5 has fused
+EXPERTS_OF_PEFT = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,10 @@ def _merge_parts(parts: list[AdapterShare], folder: Path, *, base: str, model_cl
         experts = [name for level in levels for name in level.experts]
         ordered = sorted(facts)
         rank, alpha, _ = facts[ordered[0]]
+        # linear layers that peft would take for single experts of an older file
+        linear = [name for name in ordered if name not in experts]
+        weights = [n for n in linear if experts and n.rpartition(".")[2] in EXPERTS_OF_PEFT]
+        patterns = {n: facts[n] for n in ordered} | {f"{n}.weight": facts[n] for n in weights}
         config = {
             "peft_type": "LORA",
             "task_type": task_of(model_class),
@@ -238,11 +244,15 @@ def _merge_parts(parts: list[AdapterShare], folder: Path, *, base: str, model_cl
             "inference_mode": True,
             "init_lora_weights": True,
             "fan_in_fan_out": any(transposed for _, _, transposed in facts.values()),
-            "target_modules": [name for name in ordered if name not in experts],
-            **({"target_parameters": experts} if experts else {}),
+            "target_modules": [name for name in linear if name not in weights],
+            **(
+                {"target_parameters": [*experts, *(f"{name}.weight" for name in weights)]}
+                if experts
+                else {}
+            ),
             "modules_to_save": (outermost if has_extras else []) or None,
-            "rank_pattern": {re.escape(n): facts[n][0] for n in ordered if facts[n][0] != rank},
-            "alpha_pattern": {re.escape(n): facts[n][1] for n in ordered if facts[n][1] != alpha},
+            "rank_pattern": {re.escape(n): f[0] for n, f in patterns.items() if f[0] != rank},
+            "alpha_pattern": {re.escape(n): f[1] for n, f in patterns.items() if f[1] != alpha},
             **({INDICES: token_ids} if token_ids and has_extras else {}),
             **dict.fromkeys(sorted(kinds), True),
         }

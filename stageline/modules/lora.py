@@ -519,6 +519,11 @@ def is_lora_name(name: str) -> bool:
     return re.search(pattern, name) is not None
 
 
+def is_expert_lora(name: str) -> bool:
+    """Whether a name is that of a weight of an adapter of experts."""
+    return re.search(r"(^|\.)lora\.\w+\.lora_[AB]\.weight$", name) is not None
+
+
 def key_map_without_last_lora(names: Iterable[str]) -> dict[str, str]:
     """Map names in a checkpoint that holds all but the outermost adapter to names here.
 

@@ -13,11 +13,14 @@ from pp_models import class_of_key
 from stageline.checkpoint.adapter import attach_adapter
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
-from stageline.modules.lora import merge_lora, strip_lora
+from stageline.modules.lora import lora_stacks, merge_lora, strip_lora
+from stageline.pipeline.runner import PipelineRunner
+from stageline.pipeline.schedules import make_schedule
 from stageline.shrink import shrink_config
 from stageline.stages.base import WeightSource, fill_stage
 from stageline.verify.batches import loss_of, run_chain, with_facts
 from tests.helpers.family_configs import family_config
+from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_checkpoints import shake
 
 # layouts [E, out, in] and [E, in, out], with biases, without a gate, with other modules' names
@@ -79,18 +82,22 @@ def batches_of(folder):
     return [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}]
 
 
-def chain(stages, folder):
+def chain(stages, folder, **options):
     """Return loss and gradients of the trained parameters, by peft's structure."""
-    batches = batches_of(folder)
-    (loss,) = run_chain(stages, with_facts(stages, batches), loss_fn=loss_of)
+    batches = with_facts(stages, batches_of(folder))
+    (loss,) = run_chain(stages, batches, loss_fn=loss_of, **options)
+    return loss.item(), by_peft(stages)
+
+
+def by_peft(stages):
     named = [one for stage in stages for one in stage.named_parameters()]
     grads = {}
     for name, parameter in named:
         if parameter.requires_grad:
             path, _, leaf = strip_lora(name).partition(".lora.")
             weight, _, half = leaf.rpartition("lora_")
-            grads[path, weight.strip("."), half[0]] = parameter.grad
-    return loss.item(), grads
+            grads[f"{path} {weight.strip('.')} {half[0]}"] = parameter.grad
+    return grads
 
 
 def theirs(model, folder):
@@ -107,7 +114,9 @@ def theirs(model, folder):
         path = name.removeprefix("base_model.model.").replace(".base_layer", "")
         weight = module.parameter_name if isinstance(module, ParamWrapper) else ""
         for half in "AB":
-            grads[path, weight, half] = getattr(module, f"lora_{half}")["default"].weight.grad
+            grads[f"{path} {'' if weight == 'weight' else weight} {half}"] = getattr(
+                module, f"lora_{half}"
+            )["default"].weight.grad
     return loss.item(), grads
 
 
@@ -120,24 +129,90 @@ def gap(ours, expected):
     return max(float(max(gaps)), abs(ours[0] / expected[0] - 1))
 
 
+def saved_adapter(family, tmp_path, num_stages=1, **options):
+    """Return stages with a trained adapter, the folder of their base and that of the adapter."""
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    make_whole(family, base, num_layers=max(2, num_stages))
+    stages = shake(make_stages(base, num_stages, **options))
+    save_split_model(stages, None, folder, base_path=str(base))
+    return stages, base, folder
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_those_of_peft(family, tmp_path):
-    base, folder = tmp_path / "base", tmp_path / "adapter"
-    make_whole(family, base)
-    stages = shake(make_stages(base, 1, use_rslora=family == "mixtral"))
-    save_split_model(stages, None, folder, base_path=str(base))
+    stages, base, folder = saved_adapter(family, tmp_path, use_rslora=family == "mixtral")
     named = json.loads((folder / "adapter_config.json").read_text())["target_parameters"]
-    assert named and all(".experts." in name for name in named)
+    assert len([name for name in named if ".experts." in name]) in (2, 4)
     reference = peft.PeftModel.from_pretrained(read_whole(base), folder, is_trainable=True)
     assert gap(chain(stages, base), theirs(reference, base)) < 1e-10
-    # the file read by us: on a whole model, and on two stages, as a run that continues
-    (inputs,) = ([b["input_ids"] for b in batches_of(base)],)
-    logits = reference(inputs[0]).logits
+    # the file read by us: on a whole model, and on stages, as a run that continues
+    inputs = batches_of(base)[0]["input_ids"]
+    logits = reference(inputs).logits
     ours = attach_adapter(read_whole(base), folder)
-    torch.testing.assert_close(ours(inputs[0]).logits, logits, rtol=0, atol=1e-10)
-    again = make_stages(base, 1 if family != "gpt_oss" else 2, folder)
+    torch.testing.assert_close(ours(inputs).logits, logits, rtol=0, atol=1e-10)
+    again = make_stages(base, 2 if family == "gpt_oss" else 1, folder)
     for name, weight in [one for stage in again for one in stage.named_parameters()]:
         assert torch.equal(weight, stages[0].get_parameter(name)), name
     merged = reference.merge_and_unload().state_dict()
     for name, weight in merge_lora(stages[0]).state_dict().items():
         torch.testing.assert_close(weight, merged[name], rtol=0, atol=1e-10)
+
+
+def run_rank(rank, base, folder):
+    schedule = make_schedule("zbv", num_ranks=2)
+    stages = [make_stages(base, 4, folder)[stage].train() for stage in schedule.stages_of(rank)]
+    runner = PipelineRunner(stages, device=torch.device("cpu"), schedule=schedule)
+    loss = runner.step(
+        with_facts(stages, batches_of(base) * 4), loss_fn=lambda *made: loss_of(*made) / 4
+    )
+    return loss, by_peft(stages)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_two_ranks_of_zero_bubble_are_the_whole_model(family, tmp_path):
+    _, base, folder = saved_adapter(family, tmp_path, num_stages=4)
+    reference = peft.PeftModel.from_pretrained(read_whole(base), folder, is_trainable=True)
+    results = run_ranks(run_rank, 2, base, folder)
+    grads = results[0][1] | results[1][1]
+    loss = sum(loss for loss, _ in results).item()  # kept in float32
+    expected = theirs(reference, base)
+    assert loss == pytest.approx(expected[0], rel=1e-6)
+    assert gap((expected[0], grads), expected) < 1e-10
+    # the two walks of the backward pass in this process, on another number of stages
+    stages = make_stages(base, 2, folder)
+    assert gap(chain(stages, base, splits_backward=True), expected) < 1e-10
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_grouped_products_of_float32(family, tmp_path):
+    """In float32 transformers groups products; their rows take multiples of 16 bytes."""
+    _, base, folder = saved_adapter(family, tmp_path)
+    whole = read_whole(base, torch.float32)
+    assert whole.config._experts_implementation == "grouped_mm"
+    reference = peft.PeftModel.from_pretrained(whole, folder, is_trainable=True)
+    stages = make_stages(base, 1, folder, dtype=torch.float32)
+    assert gap(chain(stages, base), theirs(reference, base)) < 1e-6
+
+
+def test_what_is_said_and_refused(tmp_path):
+    base = tmp_path / "base"
+    make_whole("qwen3_moe", base)
+    for target in (None, ["q_proj", "down_proj"]):
+        (stage,) = make_stages(base, 1, lora_target=target)
+        assert not any(".experts." in name for name in lora_stacks(stage))
+        (note,) = [note for note in stage.start.notes if "get no LoRA" in note]
+        assert "experts.down_proj, experts.gate_up_proj" in note
+    (stage,) = make_stages(base, 1, lora_target=["all-linear", "experts.down_proj"])
+    stacks = lora_stacks(stage)
+    assert "model.layers.1.mlp.experts.down_proj" in stacks
+    assert "model.layers.1.self_attn.k_proj" in stacks
+    (note,) = [note for note in stage.start.notes if "get no LoRA" in note]
+    assert "gate_up" in note and "down_proj" not in note
+    excluded = {"lora_target": ["q_proj"], "lora_exclude": [r".*\.experts\..*"]}
+    (stage,) = make_stages(base, 1, **excluded)
+    assert stage.start.notes == []
+    for refused in ({"lora_dropout": 0.1}, {"use_dora": True}, {"lora_init": "pissa"}):
+        with pytest.raises(UserError, match="does not work with LoRA on experts"):
+            make_stages(base, 1, **refused)
+    with pytest.raises(UserError, match="experts.gate_up_proj"):
+        make_stages(base, 1, lora_target=["gate_up_proj"])
