@@ -28,10 +28,11 @@ USED = {
     "use_dora": "DoRA, whose magnitudes are in the file",
     "modules_to_save": "whole modules, whose weights are in the file",
     "trainable_token_indices": "ids of the rows in the file",
+    "target_parameters": "weights of experts with LoRA",
 }
 WITHOUT_EFFECT = {
-    "r": "the file has the rank of each layer",
-    "rank_pattern": "the file has the rank of each layer",
+    "r": "the file has the rank of each layer; of experts, rank = r",
+    "rank_pattern": "as r",
     "target_modules": "the file has the layers",
     "exclude_modules": "the file has the layers",
     "layers_to_transform": "the file has the layers",
@@ -56,7 +57,6 @@ REFUSED = {
     "bias": "trained biases",
     "lora_bias": "a bias of lora_B",
     "layer_replication": "more layers than the base has",
-    "target_parameters": "LoRA on parameters of fused experts",
     "megatron_config": "layers of Megatron",
     "use_qalora": "pooled inputs",
     "use_bdlora": "block-diagonal A or B",

@@ -298,7 +298,7 @@ def lora_options(folder: Path, builder: StageBuilder) -> dict[str, Any]:
     from stageline.checkpoint.adapter import read_stack
 
     whole = builder.build(0, checkpoint_path=None, device="meta")
-    adapters = read_stack(folder)
+    adapters = read_stack(folder, whole.parameter_order)
     counts = Counter(name for adapter in adapters for name in adapter.pairs)
     depths: dict[str, int] = {}
     for name, count in counts.items():

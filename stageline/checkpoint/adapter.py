@@ -26,7 +26,17 @@ from stageline.checkpoint.layout import BASE_FOLDER, base_sum, own_manifest
 from stageline.errors import CheckpointError, UserError
 from stageline.hub import PREFIX, local_folder, read_name
 from stageline.model_folder import load_config, read_json
-from stageline.modules.lora import LoRAWrapper, innermost, is_linear, lora_stacks, merge_lora
+from stageline.modules.expert_weight import expert_parameters
+from stageline.modules.lora import (
+    ExpertsLoRA,
+    LoRAWrapper,
+    adapters_in,
+    innermost,
+    is_linear,
+    lora_stacks,
+    merge_lora,
+    strip_lora,
+)
 from stageline.modules.lora_layer import MAGNITUDE, LoRALayer
 from stageline.modules.new_rows import (
     enlarge,
@@ -40,6 +50,7 @@ from stageline.stage import Stage
 PEFT_PREFIX = "base_model.model."
 STACK_FOLDER = "stack"
 _PART = re.compile(r"^(?P<module>.+)\.lora_(?P<which>[AB])\.weight$")
+NESTED = ".base_layer"  # peft wraps a module again for each further weight of experts
 _MAGNITUDE = re.compile(rf"^(?P<module>.+)\.{MAGNITUDE}(\.weight)?$")
 # Fields of peft's LoraConfig that leave an adapter plain LoRA or DoRA: they are used here, or have
 # no effect on saved weights. Any other must be at its default. benchmarks/adapter_fields.md
@@ -48,7 +59,7 @@ HARMLESS_FIELDS = frozenset(
     "trainable_token_indices use_dora use_rslora auto_mapping corda_config ensure_weight_tying "
     "eva_config exclude_modules fan_in_fan_out inference_mode layers_pattern layers_to_transform "
     "loftq_config lora_dropout lora_ga_config megatron_core peft_version qalora_group_size r "
-    "rank_pattern runtime_config target_modules".split()
+    "rank_pattern runtime_config target_modules target_parameters".split()
 )
 # Starts that leave the base as it is; pissa, olora, corda, loftq and lora_ga change it
 PLAIN_STARTS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
@@ -121,10 +132,12 @@ class Adapter:
     """One adapter folder in memory.
 
     Attributes:
-        pairs: module name -> (A [rank, in], B [out, rank]).
+        pairs: module name, or name of a fused weight of experts -> (A [rank, in], B [out, rank]);
+            of E experts A has E * rank rows and B as many columns.
         extras: parameters of modules that were trained whole, by name.
         rows: module -> ids of new tokens and their rows.
         magnitudes: of DoRA, module name -> a length for each output.
+        num_experts: name of a fused weight -> E.
     """
 
     folder: Path
@@ -133,32 +146,76 @@ class Adapter:
     extras: dict[str, torch.Tensor]
     rows: Rows = field(default_factory=dict)
     magnitudes: dict[str, torch.Tensor] = field(default_factory=dict)
+    num_experts: dict[str, int] = field(default_factory=dict)
+
+    def place(self, name: str) -> tuple[str, str]:
+        """Return (module, last name of its weight of experts, or "") of a key of `pairs`."""
+        module, _, leaf = name.rpartition(".")
+        return (module, leaf) if name in self.num_experts else (name, "")
+
+    def rank(self, module: str) -> int:
+        return self.pairs[module][0].shape[0] // self.num_experts.get(module, 1)
 
     def scale(self, module: str) -> float:
         """alpha / rank of one module, or alpha / sqrt(rank) if the adapter says so."""
-        rank = self.pairs[module][0].shape[0]
-        patterns = (self.config.get("alpha_pattern") or {}).items()
-        found = (value for name, value in patterns if re.match(rf"(.*\.)?({name})$", module))
-        alpha = float(next(found, self.config["lora_alpha"]))
+        rank = self.rank(module)
+        alpha = float(_by_pattern(self.config, "alpha_pattern", "lora_alpha", module))
         return alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
 
     def fill(self, layer: LoRALayer, module: str) -> None:
         """Give a layer the weights of one module."""
         a, b = self.pairs[module]
-        found = a.shape[1], b.shape[0]
-        expected = layer.lora_A.in_features, layer.lora_B.out_features
+        found = a.shape[1], b.shape[0], self.num_experts.get(module, 1)
+        expected = layer.lora_A.in_features, layer.lora_B.out_features, layer.num_experts
         if found != expected:
+            told, own = (f"{i} inputs, {o} outputs, {e} experts" for i, o, e in (found, expected))
             raise CheckpointError(
-                f"{self.folder / ADAPTER_FILE} is for {module} with {found[0]} inputs and "
-                f"{found[1]} outputs, not {expected[0]} and {expected[1]}. Use its own model."
+                f"{self.folder / ADAPTER_FILE} is for {module} with {told}, and the model has "
+                f"{own}. Use its own model."
             )
         layer.load(a, b, self.scale(module), self.magnitudes.get(module))
 
     def wrap(self, name: str, module: nn.Module) -> LoRAWrapper:
-        """A linear layer with this adapter on it, not yet in the layer's place."""
-        wrapper = LoRAWrapper(module, rank=1, alpha=1.0, use_dora=name in self.magnitudes)
-        self.fill(wrapper.lora, name)
+        """A layer, or module of experts, with this adapter on it, not yet in the layer's place."""
+        _, leaf = self.place(name)
+        if leaf:
+            wrapper: LoRAWrapper = ExpertsLoRA(module, [leaf], rank=1, alpha=1.0)
+        else:
+            wrapper = LoRAWrapper(module, rank=1, alpha=1.0, use_dora=name in self.magnitudes)
+        self.fill(adapters_in(wrapper)[leaf], name)
         return wrapper
+
+
+def _by_pattern(config: Mapping[str, Any], patterns: str, default: str, name: str) -> Any:
+    """Return the rank or alpha of one module, as peft finds it."""
+    known = (config.get(patterns) or {}).items()
+    found = (value for key, value in known if re.match(rf"(.*\.)?({key})$", name))
+    return next(found, config[default])
+
+
+def _weights_of_experts(
+    config: Mapping[str, Any], paths: Iterable[str], names: Sequence[str]
+) -> dict[str, str]:
+    """Return path in an adapter's file -> name of the weight of experts that is adapted there.
+
+    peft wraps a module for one weight after the other, in the order of the model's parameters.
+    """
+    targets = config.get("target_parameters") or []
+    nested: dict[str, list[str]] = {}
+    for path in paths if targets else ():
+        nested.setdefault(path.replace(NESTED, ""), []).append(path)
+    found = {}
+    owners: dict[str, list[str]] = {}
+    for name in names:
+        owners.setdefault(name.rpartition(".")[0], []).append(name)
+    for module, wrapped in nested.items():
+        known = (
+            owners.get(module, []) if names else [f"{module}.{t.split('.')[-1]}" for t in targets]
+        )
+        own = [n for n in dict.fromkeys(known) if any(f".{n}".endswith(f".{t}") for t in targets)]
+        if len(own) == len(wrapped):
+            found |= dict(zip(sorted(wrapped, key=len), reversed(own), strict=True))
+    return found
 
 
 def find_base(folder: Path) -> Path:
@@ -231,8 +288,12 @@ def _is_plain(name: str, value: object) -> bool:
     return False
 
 
-def read_adapter(folder: str | Path) -> Adapter:
+def read_adapter(folder: str | Path, names: Sequence[str] = ()) -> Adapter:
     """Read an adapter folder that Stageline or `peft` wrote.
+
+    Args:
+        names: parameters of the whole model, whose order tells two weights of one module of experts
+            apart; without them the order of `target_parameters` does.
 
     Raises:
         CheckpointError: a file is missing, damaged or holds something else than plain LoRA.
@@ -252,19 +313,30 @@ def read_adapter(folder: str | Path) -> Adapter:
             halves.setdefault(match["module"], {})[match["which"]] = tensor
         elif "lora_" in plain:
             raise CheckpointError(
-                f"{file} holds {name}: LoRA on embeddings or of experts is not supported. Merge it "
-                "with peft first."
+                f"{file} holds {name}: LoRA on embeddings is not supported. Merge it with peft "
+                "first."
             )
         elif ROWS_OF_PEFT in plain:
             module = plain.partition(ROWS_OF_PEFT)[0]
             rows[module] = (_row_ids(config, module), tensor)
         else:
             extras[plain.replace(WHOLE_OF_PEFT, "")] = tensor
-    broken = []
+    weights = {
+        path: name
+        for path, name in _weights_of_experts(config, halves, names).items()
+        # of one expert: a linear layer, which peft can adapt by its weight as well
+        if len(halves[path].get("A", ())) != _by_pattern(config, "rank_pattern", "r", name)
+    }
+    halves = {weights.get(path, path): half for path, half in halves.items()}
+    broken, num_experts = [name for name in halves if NESTED in name], {}
     for name, half in halves.items():
         matrices = half.keys() == {"A", "B"} and all(value.ndim == 2 for value in half.values())
         if not matrices or not half["A"].shape[0] == half["B"].shape[1] > 0:
             broken.append(name)
+        elif name in weights.values():
+            rank = int(_by_pattern(config, "rank_pattern", "r", name))
+            num_experts[name] = half["A"].shape[0] // rank
+            broken += [name] if half["A"].shape[0] % rank else []
     broken += [name for name, (ids, values) in rows.items() if values.shape[:1] != (len(ids),)]
     pairs = {module: (half["A"], half["B"]) for module, half in halves.items() if len(half) == 2}
     if not broken:
@@ -277,7 +349,7 @@ def read_adapter(folder: str | Path) -> Adapter:
             f"{file} does not fit {ADAPTER_CONFIG} (use_dora, {INDICES}) or is damaged at "
             f"{list_names(broken)}. Copy the adapter again."
         )
-    return Adapter(folder, config, pairs, extras, rows, magnitudes)
+    return Adapter(folder, config, pairs, extras, rows, magnitudes, num_experts)
 
 
 def _row_ids(config: Mapping[str, Any], module: str) -> list[int]:
@@ -291,25 +363,34 @@ def _row_ids(config: Mapping[str, Any], module: str) -> list[int]:
     return list(next(found, []))
 
 
-def read_stack(folder: Path) -> list[Adapter]:
-    """The adapters in a folder, innermost first; one, unless a run stacked several."""
+def read_stack(folder: Path, names: Sequence[str] = ()) -> list[Adapter]:
+    """The adapters in a folder, innermost first; one, unless a run stacked several.
+
+    `names` as of `read_adapter`.
+    """
     found = [path for path in (folder / STACK_FOLDER).glob("*") if path.name.isdecimal()]
     ordered = sorted(found, key=lambda path: int(path.name))
-    return [read_adapter(path) for path in ordered or [folder]]
+    return [read_adapter(path, names) for path in ordered or [folder]]
 
 
 def attach_adapter(hf_model: Model, adapter_path: str | Path) -> Model:
     """Put an adapter on a filled transformers model, in place: same outputs as with `peft`."""
-    adapter = read_adapter(adapter_path)
+    adapter = read_adapter(adapter_path, [name for name, _ in hf_model.named_parameters()])
     modules = dict(hf_model.named_modules())
-    unknown = {name for name in adapter.pairs if not is_linear(modules.get(name))}
+    unknown = set()
+    for name in adapter.pairs:
+        path, leaf = adapter.place(name)
+        found = modules.get(path)
+        if not (leaf in expert_parameters(found) if leaf and found else is_linear(found)):
+            unknown.add(name)
     unknown |= {name for name in adapter.extras if name.rpartition(".")[0] not in modules}
     refuse_unknown(adapter, unknown, type(hf_model).__name__)
     fit_vocabulary(hf_model, [adapter])
     for name in adapter.pairs:
-        wrapper = adapter.wrap(name, modules[name])
-        wrapper.train(modules[name].training)
-        hf_model.set_submodule(name, wrapper)
+        path, _ = adapter.place(name)
+        wrapper = adapter.wrap(name, hf_model.get_submodule(path))
+        wrapper.train(modules[path].training)
+        hf_model.set_submodule(path, wrapper)
     put_extras(hf_model, adapter.extras)
     put_rows(hf_model, adapter)
     return hf_model
@@ -320,8 +401,15 @@ def refuse_unknown(adapter: Adapter, unknown: set[str], model_name: str) -> None
     if unknown:
         raise CheckpointError(
             f"the adapter {adapter.folder} has weights for {list_names(unknown)}, which are not "
-            f"linear layers of {model_name}. Use the model, parts and `lora_target` of its run."
+            f"linear layers or experts of {model_name}. Use the model, parts and `lora_target` of "
+            "its run."
         )
+
+
+def adaptable_names(model: Stage) -> set[str]:
+    """Return the modules with weights and the weights of the whole model."""
+    names = model.parameter_order
+    return {*names, *(name.rpartition(".")[0] for name in names)}
 
 
 def merge_adapters(
@@ -340,14 +428,13 @@ def merge_adapters(
         )
     for path, weight in zip(paths, weights, strict=True):
         attach_adapter(model, path)
-        for module in model.modules():
-            if isinstance(module, LoRAWrapper):
-                if weight != 1 and module.lora.use_dora:  # DoRA column norms do not scale
-                    raise UserError(
-                        f"`adapter_weights` {weight:g} is given for {path}, but a DoRA adapter "
-                        "cannot be weighted. Give 1 for it."
-                    )
-                module.lora.scale *= weight
+        for layer in [one.lora for stack in lora_stacks(model).values() for one in stack]:
+            if weight != 1 and layer.use_dora:  # DoRA column norms do not scale
+                raise UserError(
+                    f"`adapter_weights` {weight:g} is given for {path}, but a DoRA adapter "
+                    "cannot be weighted. Give 1 for it."
+                )
+            layer.scale *= weight
         merge_lora(model)
 
 
@@ -402,8 +489,9 @@ def fill_earlier_lora(model: Stage, folder: Path, adapters: list[Adapter]) -> No
     """
     fit_vocabulary(model, adapters)
     stacks = lora_stacks(model)
-    whole_names = {name.rpartition(".")[0] for name in model.parameter_order}
-    held = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    whole_names = adaptable_names(model)
+    held = {strip_lora(name) for name, _ in model.named_parameters()}
+    held |= {name.rpartition(".")[0] for name in held}
     for level, adapter in enumerate(adapters):
         without_lora = adapter.pairs.keys() - stacks.keys()
         unknown = {name for name in without_lora if name in held or name not in whole_names}

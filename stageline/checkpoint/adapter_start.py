@@ -14,6 +14,7 @@ import torch
 from stageline.checkpoint.adapter import (
     CONFIG,
     Adapter,
+    adaptable_names,
     fill_earlier_lora,
     fit_vocabulary,
     put_extras,
@@ -26,7 +27,7 @@ from stageline.checkpoint.adapter import (
 )
 from stageline.checkpoint.init import init_lora
 from stageline.errors import UserError, spelled
-from stageline.modules.lora import RowChoice, RowLoRA, innermost
+from stageline.modules.lora import RowChoice, RowLoRA, innermost, lora_stacks
 from stageline.modules.lora_layer import Linear, Pair, dense_weight, put_weight
 from stageline.modules.part_lora import LORA_PARTS, PartLoRA
 from stageline.stage import Stage
@@ -71,7 +72,10 @@ class AdapterStart:
         return None if self.creates or not self.paths else self.paths[-1]
 
     def lora_of(
-        self, lora: Mapping[str, PartLoRA], part_of: Callable[[str], str | None]
+        self,
+        lora: Mapping[str, PartLoRA],
+        part_of: Callable[[str], str | None],
+        names_in_order: Sequence[str] = (),
     ) -> dict[str, PartLoRA]:
         """The LoRA of each part: as it was asked for, or as the resumed file has it.
 
@@ -80,7 +84,7 @@ class AdapterStart:
         """
         if self.resumed is None:
             return dict(lora)
-        adapter = read_adapter(self.resumed)
+        adapter = read_adapter(self.resumed, names_in_order)
         names: dict[str | None, list[str]] = {}
         for name in adapter.pairs:
             names.setdefault(part_of(name), []).append(name)
@@ -94,7 +98,7 @@ class AdapterStart:
         for part, one in lora.items():
             own = replace(one, num=0)
             if here := names.get(part):
-                rank = adapter.pairs[here[0]][0].shape[0]
+                rank = adapter.rank(here[0])
                 use_rslora = bool(adapter.config.get("use_rslora"))
                 own = PartLoRA(
                     num=1,
@@ -131,13 +135,14 @@ class AdapterStart:
         if stacked is not None:
             refuse_two_ways(stacked, self.paths)
         for path in self.merged:
-            merge_adapter(model, read_adapter(path))
+            merge_adapter(model, read_adapter(path, model.parameter_order))
             self.notes.append(f"merged {path} into the base, which the run saves beside its own")
         init_lora(model, seed=seed, only_outermost=stacked is None, taken=self.taken())
         if stacked is not None:
-            fill_earlier_lora(model, stacked, read_stack(stacked))
+            fill_earlier_lora(model, stacked, read_stack(stacked, model.parameter_order))
         if self.resumed is not None:
-            fill_earlier_lora(model, Path(self.resumed), [read_adapter(self.resumed)])
+            adapter = read_adapter(self.resumed, model.parameter_order)
+            fill_earlier_lora(model, Path(self.resumed), [adapter])
 
     def taken(self) -> dict[str, Pair]:
         """Module -> what PiSSA took out of its weight, as a checkpoint of this run tells it."""
@@ -153,18 +158,18 @@ class AdapterStart:
 @torch.no_grad()
 def merge_adapter(model: Stage, adapter: Adapter) -> None:
     """Add an adapter to the weights of a stage that are here, in place."""
-    whole_names = {name.rpartition(".")[0] for name in model.parameter_order}
-    refuse_unknown(adapter, set(adapter.pairs) - whole_names, type(model).__name__)
+    refuse_unknown(adapter, set(adapter.pairs) - adaptable_names(model), type(model).__name__)
     fit_vocabulary(model, [adapter])
     for name in adapter.pairs:
+        path, leaf = adapter.place(name)
         try:
-            base = innermost(model.get_submodule(name))
+            module = innermost(model.get_submodule(path))
         except AttributeError:
             continue  # another stage has it
-        if getattr(base, "weight", None) is None:
+        if getattr(module, leaf or "weight", None) is None:
             continue
-        merged = adapter.wrap(name, base).lora.merged(dense_weight(base))
-        put_weight(base, merged, why="merging an adapter")
+        for ((layer, base),) in lora_stacks(adapter.wrap(name, module)).values():
+            put_weight(base, layer.merged(dense_weight(base)), why="merging an adapter")
     here = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     wrapped = {name.replace(".lora_module.", ".") for name in here}
     put_extras(model, {n: v for n, v in adapter.extras.items() if n in here | wrapped})
@@ -181,14 +186,16 @@ def attach_beside(model: Stage, folders: Sequence[str]) -> None:
         UserError: one changes more than linear layers that every row goes through.
     """
     choice = RowChoice()
-    names = {name.rpartition(".")[0] for name in model.parameter_order}
+    names = adaptable_names(model)
     for number, folder in enumerate(folders, start=1):
-        adapter = read_adapter(folder)
+        adapter = read_adapter(folder, model.parameter_order)
         refuse_unknown(adapter, set(adapter.pairs) - names, type(model).__name__)
         shared = {
             "weights that were trained whole": adapter.extras,
             "rows of new tokens": adapter.rows,
-            "LoRA on single experts": [n for n in adapter.pairs if "experts" in n.split(".")],
+            "LoRA on experts": [
+                n for n in adapter.pairs if n in adapter.num_experts or "experts" in n.split(".")
+            ],
             "a configuration of its own": (adapter.folder / CONFIG).exists(),
         }
         if told := [what for what, is_there in shared.items() if is_there]:

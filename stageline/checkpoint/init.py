@@ -16,7 +16,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from stageline.contracts import part_name
 from stageline.device import generators_kept
 from stageline.errors import NonFiniteError, UserError
-from stageline.modules.lora import LoRAWrapper, innermost, is_lora_name, strip_lora, unwrapped
+from stageline.modules.lora import (
+    LoRAWrapper,
+    adapters_in,
+    innermost,
+    is_lora_name,
+    strip_lora,
+    unwrapped,
+)
 from stageline.modules.lora_layer import Pair, init_lora_layer, name_seed
 from stageline.modules.pass_through import DONE, PassThrough
 from stageline.stage import Stage
@@ -271,13 +278,14 @@ def init_lora(
         plain = strip_lora(name)
         is_inner = plain != name
         if isinstance(wrapper, LoRAWrapper) and not (only_outermost and is_inner):
-            init_lora_layer(
-                wrapper.lora,
-                full_name,
-                seed=seed,
-                base=innermost(wrapper),
-                taken=(taken or {}).get(plain),
-            )
+            for leaf, layer in adapters_in(wrapper).items():
+                init_lora_layer(
+                    layer,
+                    f"{full_name}.{leaf}" if leaf else full_name,
+                    seed=seed,
+                    base=None if leaf else innermost(wrapper),
+                    taken=(taken or {}).get(plain),
+                )
 
 
 def check_filled(model: nn.Module, source: str) -> None:

@@ -21,6 +21,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from stageline.checkpoint.adapter import (
     INDICES,
+    NESTED,
     PEFT_PREFIX,
     ROWS_OF_PEFT,
     STACK_FOLDER,
@@ -48,20 +49,21 @@ from stageline.errors import UserError
 from stageline.hub import name_of
 from stageline.modules.lora import (
     WRAPPED,
-    LoRAWrapper,
-    innermost,
+    Adapted,
     is_lora_name,
     lora_stacks,
     strip_lora,
     unwrapped,
 )
-from stageline.modules.lora_layer import MAGNITUDE
+from stageline.modules.lora_layer import MAGNITUDE, ExpertParameter
 from stageline.modules.new_rows import is_row_name
 from stageline.modules.stage_names import check_names, names_of_stage
 from stageline.stage import Stage
 
 SUM = -1  # stands for all levels as one adapter
 KINDS = ("use_dora", "use_rslora")
+# last names that peft 0.21 reads as those of experts, which transformers 5 has fused
+EXPERTS_OF_PEFT = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,16 @@ class AdapterLevel:
 
     Attributes:
         tensors: copies on the host, by name in the file.
-        facts: module name -> (rank, alpha, whether the layer keeps its weight transposed).
+        facts: name of a module or weight of experts -> (rank, alpha, whether the layer keeps its
+            weight transposed).
+        experts: the weights of experts among them.
         file: where the tensors were written; then they are not here any more.
     """
 
     tensors: Shard
     facts: dict[str, tuple[int, float, bool]]
     kinds: set[str]  # a part of `KINDS`
+    experts: list[str]
     file: str = ""
 
 
@@ -145,8 +150,8 @@ def adapter_share(stage: Stage, *, claimed: set[str]) -> AdapterShare:
                 one.tensors[name] = copies.copy(name, tensor)
         copies.wait()
     dropout = 0.0
-    for wrappers in stacks.values():
-        dropout = getattr(wrappers[-1].lora.dropout, "p", 0.0)
+    for stack in stacks.values():
+        dropout = getattr(stack[-1].lora.dropout, "p", 0.0)
     modules = sorted({name.rpartition(".")[0] for name in extras})
     token_ids = {module: ids for module, (ids, _) in rows.items()}
     return AdapterShare(stage.stage, depth, dropout, levels, modules, token_ids)
@@ -156,26 +161,40 @@ def _levels(depth: int) -> list[int]:
     return [SUM, *range(depth)] if depth > 1 else [SUM]
 
 
-def _adapter_level(stacks: Mapping[str, Sequence[LoRAWrapper]], level: int) -> AdapterLevel:
-    found = AdapterLevel({}, {}, set())
-    for name, wrappers in stacks.items():
-        layers = [wrapper.lora for wrapper in wrappers]
-        layers = layers if level == SUM else layers[level : level + 1]
-        if not layers:
-            continue
+def _adapter_level(stacks: Mapping[str, Sequence[Adapted]], level: int) -> AdapterLevel:
+    found = AdapterLevel({}, {}, set(), [])
+    chosen = {
+        name: stack if level == SUM else stack[level : level + 1] for name, stack in stacks.items()
+    }
+    chosen = {name: stack for name, stack in chosen.items() if stack}
+    for name, stack in chosen.items():
+        layers, base = [one.lora for one in stack], stack[0].base
         last = layers[-1]
-        downs = [layer.lora_A.weight.detach() for layer in layers]
-        ups = [layer.lora_B.weight.detach() * (layer.scale / last.scale) for layer in layers]
+        num_experts = last.num_experts
+        downs = [one.lora_A.weight.detach().unflatten(0, (num_experts, -1)) for one in layers]
+        ups = [
+            (one.lora_B.weight.detach() * (one.scale / last.scale)).unflatten(1, (-1, num_experts))
+            for one in layers
+        ]
         if last.taken is not None:  # the file is for the weights before PiSSA
             down, up = (value.to(downs[0]) for value in last.taken)
-            downs, ups = [*downs, down], [*ups, -up]
-        values = {"lora_A.weight": torch.cat(downs), "lora_B.weight": torch.cat(ups, dim=1)}
+            downs, ups = [*downs, down.unsqueeze(0)], [*ups, -up.unsqueeze(2)]
+        values = {
+            "lora_A.weight": torch.cat(downs, dim=1).flatten(0, 1),
+            "lora_B.weight": torch.cat(ups, dim=1).flatten(1, 2),
+        }
         if last.lora_magnitude_vector is not None:
             values[MAGNITUDE] = last.lora_magnitude_vector.detach().clone()
+        path = name
+        if isinstance(base, ExpertParameter):
+            found.experts.append(name)
+            path, _, leaf = name.rpartition(".")
+            inside = [one for one in base.module._parameters if f"{path}.{one}" in chosen]
+            path += NESTED * (len(inside) - 1 - inside.index(leaf))
         for leaf, value in values.items():
-            found.tensors[f"{PEFT_PREFIX}{name}.{leaf}"] = value.contiguous()
+            found.tensors[f"{PEFT_PREFIX}{path}.{leaf}"] = value.contiguous()
         rank = sum(layer.rank * (1 if layer.taken is None else 2) for layer in layers)
-        found.facts[name] = rank, last.scale * rank, isinstance(innermost(wrappers[0]), Conv1D)
+        found.facts[name] = rank, last.scale * rank, isinstance(base, Conv1D)
         found.kinds.update(kind for kind in KINDS for layer in layers if getattr(layer, kind))
     return found
 
@@ -206,8 +225,13 @@ def _merge_parts(parts: list[AdapterShare], folder: Path, *, base: str, model_cl
         kinds = {kind for level in levels for kind in level.kinds}
         if "use_rslora" in kinds:  # the scale is alpha / sqrt(rank) then, and stays what it is
             facts = {n: (r, round(alpha / r**0.5, 9), t) for n, (r, alpha, t) in facts.items()}
+        experts = [name for level in levels for name in level.experts]
         ordered = sorted(facts)
         rank, alpha, _ = facts[ordered[0]]
+        # linear layers that peft would take for single experts of an older file
+        linear = [name for name in ordered if name not in experts]
+        weights = [n for n in linear if experts and n.rpartition(".")[2] in EXPERTS_OF_PEFT]
+        patterns = {n: facts[n] for n in ordered} | {f"{n}.weight": facts[n] for n in weights}
         config = {
             "peft_type": "LORA",
             "task_type": task_of(model_class),
@@ -220,10 +244,15 @@ def _merge_parts(parts: list[AdapterShare], folder: Path, *, base: str, model_cl
             "inference_mode": True,
             "init_lora_weights": True,
             "fan_in_fan_out": any(transposed for _, _, transposed in facts.values()),
-            "target_modules": ordered,
+            "target_modules": [name for name in linear if name not in weights],
+            **(
+                {"target_parameters": [*experts, *(f"{name}.weight" for name in weights)]}
+                if experts
+                else {}
+            ),
             "modules_to_save": (outermost if has_extras else []) or None,
-            "rank_pattern": {re.escape(n): facts[n][0] for n in ordered if facts[n][0] != rank},
-            "alpha_pattern": {re.escape(n): facts[n][1] for n in ordered if facts[n][1] != alpha},
+            "rank_pattern": {re.escape(n): f[0] for n, f in patterns.items() if f[0] != rank},
+            "alpha_pattern": {re.escape(n): f[1] for n, f in patterns.items() if f[1] != alpha},
             **({INDICES: token_ids} if token_ids and has_extras else {}),
             **dict.fromkeys(sorted(kinds), True),
         }

@@ -25,7 +25,7 @@ from stageline.data.text.chat import stop_ids_with
 from stageline.data.text.processor import get_tokenizer
 from stageline.device import is_accelerator
 from stageline.model_folder import read_json
-from stageline.modules.lora import innermost, is_lora_name, lora_stacks, strip_lora, unwrapped
+from stageline.modules.lora import is_lora_name, lora_stacks, strip_lora, unwrapped
 from stageline.modules.lora_layer import restored_weight
 from stageline.modules.new_rows import fold_rows, is_row_name
 from stageline.modules.stage_names import names_on_disk
@@ -132,9 +132,9 @@ def disk_state(stage: Stage, claimed: set[str]) -> dict[str, torch.Tensor]:
     """
     fold_rows(stage)
     before_pissa = {  # weights that PiSSA took a part of, whole again: adapters fit these
-        f"{name}.weight": restored_weight(wrappers[-1].lora, innermost(wrappers[-1]))
-        for name, wrappers in lora_stacks(stage).items()
-        if wrappers[-1].lora.taken is not None
+        f"{name}.weight": restored_weight(*stack[-1])
+        for name, stack in lora_stacks(stage).items()
+        if stack[-1].lora.taken is not None
     }
     if stage.whole is None:
         on_disk = names_on_disk(stage).items()

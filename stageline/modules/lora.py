@@ -1,22 +1,31 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685): small trainable matrices next to frozen linear layers.
 
 A wrapped layer `linear` keeps its weight as `linear.lora_module.weight` and gains
-`linear.lora.lora_A.weight` and `linear.lora.lora_B.weight`; wrapping again nests. Works on the meta
-device. Not here: files (see `stageline/checkpoint/adapter.py`) and experts, which transformers
-keeps as fused parameters and not as linear layers.
+`linear.lora.lora_A.weight` and `linear.lora.lora_B.weight`; wrapping again nests. A module with
+fused weights of experts is wrapped once for all of them: `experts.lora_module.down_proj`,
+`experts.lora.down_proj.lora_A.weight`. Works on the meta device. Not here: files (see
+`stageline/checkpoint/adapter.py`).
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from stageline.errors import UserError
+from stageline.modules.expert_weight import (
+    ExpertWeight,
+    LowRank,
+    expert_parameters,
+    reads_instead,
+)
 from stageline.modules.lora_layer import (
+    ExpertLoRALayer,
+    ExpertParameter,
     Linear,
     LoRALayer,
     dense_weight,
@@ -27,14 +36,15 @@ from stageline.modules.lora_layer import (
 
 WRAPPED = "lora_module"
 ALL_LINEAR = "all-linear"
+EVERYTHING = ("all", ALL_LINEAR)
 MAX_NAMES_SHOWN = 20
 # None: every layer; a list of endings or expressions; one expression; a set of full names
 Target = list[str] | str | frozenset[str] | None
 
 
 def wrapped_module(name: str) -> str:
-    """Return the plain path of the linear layer that a parameter of a wrapped layer belongs to."""
-    return re.split(rf"\.{WRAPPED}\.|\.lora\.lora_", name, maxsplit=1)[0]
+    """Return the plain path of the layer that a parameter of a wrapped layer belongs to."""
+    return re.split(rf"\.{WRAPPED}\.|\.lora\.(?:\w+\.)?lora_", name, maxsplit=1)[0]
 
 
 class LoRAWrapper(nn.Module):
@@ -95,6 +105,73 @@ class LoRAWrapper(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.lora.added_to(self.lora_module(x), x, innermost(self))
+
+
+class ExpertsLoRA(LoRAWrapper):
+    """A module with fused weights of experts (or a wrapped one) and adapters of some of them.
+
+    The module's own forward pass reads weights with the adapters' products added; attributes are
+    those of the module.
+
+    Args:
+        leaves: last names of the weights with an adapter.
+        rank, alpha, use_rslora, start, dtype: as of `LoRAWrapper`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        leaves: Iterable[str],
+        *,
+        rank: int,
+        alpha: float,
+        use_rslora: bool = False,
+        start: str = "default",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.lora_module = module
+        experts = innermost(module)
+        layers: dict[str, nn.Module] = {}
+        for leaf in leaves:
+            weight = cast(torch.Tensor, experts._parameters[leaf])
+            layers[leaf] = layer = ExpertLoRALayer(
+                weight,
+                rank=rank,
+                is_transposed=getattr(experts, "is_transposed", False),  # as peft asks
+                scale=alpha / rank**0.5 if use_rslora else alpha / rank,
+                device=weight.device,
+                dtype=dtype or (weight.dtype if weight.is_floating_point() else None),
+            )
+            layer.use_rslora, layer.start = use_rslora, start
+        self.lora = nn.ModuleDict(layers)  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("lora_module"), name)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return innermost(self).weight
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        experts, own = innermost(self), {}
+        for leaf, layer in adapters_in(self).items():
+            before = getattr(experts, leaf)
+            term = LowRank(*cast(ExpertLoRALayer, layer).factors(), layer.scale)
+            weight = before if isinstance(before, ExpertWeight) else ExpertWeight(before)
+            own[leaf] = ExpertWeight(weight.base, (*weight.terms, term))
+        with reads_instead(experts, own):
+            return self.lora_module(*args, **kwargs)
+
+
+def adapters_in(wrapper: LoRAWrapper) -> dict[str, LoRALayer]:
+    """Return the adapters of a wrapper by the last name of what they adapt; "": the whole layer."""
+    if isinstance(wrapper, ExpertsLoRA):
+        return {leaf: cast(LoRALayer, layer) for leaf, layer in wrapper.lora._modules.items()}
+    return {"": wrapper.lora}
 
 
 class RowChoice:
@@ -178,6 +255,7 @@ def is_linear(module: nn.Module | None) -> bool:
     tuples, grouped products other sizes.
     """
     known = isinstance(module, (nn.Linear, Conv1D, LoRAWrapper)) and _gives_rows(module)
+    known = known and not isinstance(module, ExpertsLoRA)
     return known or getattr(module, "is_linear_layer", False)
 
 
@@ -208,14 +286,16 @@ def wrap_linear(
     seed: int = 0,
     **kind: Any,
 ) -> nn.Module:
-    """Put an adapter on linear layers, in place; a layer that has one gets a further one.
+    """Put an adapter on linear layers and on fused weights of experts that the target names.
+
+    In place; a layer that has one gets a further one.
 
     Args:
         module: where to look; it may be a linear layer itself.
-        target: None: every linear layer; a list: endings of names (`q_proj`, `mlp.down_proj`),
-            entries with regular-expression characters must match a full name; a string: one
-            expression for full names; a frozenset: full names. What it does not match here is on
-            another stage: `find_targets` looks for it in the whole model.
+        target: None: every linear layer; a list: endings of names (`q_proj`, `mlp.down_proj`, of
+            experts `experts.down_proj`), entries with regular-expression characters must match a
+            full name; a string: one expression for full names; a frozenset: full names. What it
+            does not match here is on another stage: `find_targets` looks for it in the whole model.
         prefix: the module's own path, for full names.
         skip: paths that are left alone, with all below them.
         seed: of A, with the parameter's full name; weights on meta are drawn when they are filled.
@@ -237,7 +317,45 @@ def wrap_linear(
             root = wrapper
         else:
             parent._modules[leaf] = wrapper
+    for parent, leaf, name in list(_expert_modules(module, prefix, tuple(skip))):
+        inner = module if parent is None else cast(nn.Module, parent._modules[leaf])
+        found = expert_parameters(innermost(inner))
+        leaves = [one for one in found if is_target(f"{name}.{one}", target, is_parameter=True)]
+        if not leaves:
+            continue
+        options = {key: kind[key] for key in ("use_rslora", "start", "dtype") if key in kind}
+        experts = ExpertsLoRA(inner, leaves, rank=rank, alpha=alpha, **options)
+        for one, layer in adapters_in(experts).items():
+            init_lora_layer(layer, f"{name}.lora.{one}".lstrip("."), seed=seed)
+        if parent is None:
+            root = experts
+        else:
+            parent._modules[leaf] = experts
     return root
+
+
+def _expert_modules(
+    module: nn.Module, name: str, skip: tuple[str, ...], parent: nn.Module | None = None
+) -> Iterator[tuple[nn.Module | None, str, str]]:
+    """(parent, name in it, full name) of every module with fused weights of experts."""
+    if name and name in skip:
+        return
+    if expert_parameters(innermost(module)):
+        yield parent, name.rpartition(".")[2], name
+    elif not isinstance(module, LoRAWrapper):
+        for leaf, child in module.named_children():
+            yield from _expert_modules(child, f"{name}.{leaf}" if name else leaf, skip, module)
+
+
+def expert_names(module: nn.Module, *, prefix: str = "", skip: Iterable[str] = ()) -> list[str]:
+    """Return the full names of the fused weights that `wrap_linear` would look at."""
+    return [
+        f"{name}.{leaf}" if name else leaf
+        for parent, own, name in _expert_modules(module, prefix, tuple(skip))
+        for leaf in expert_parameters(
+            innermost(module if parent is None else cast(nn.Module, parent._modules[own]))
+        )
+    ]
 
 
 def _candidates(
@@ -251,6 +369,8 @@ def _candidates(
             return  # another stage has the weight, zeros stand for it here
         yield parent, name.rpartition(".")[2], name
         return
+    if isinstance(module, ExpertsLoRA):
+        return
     if isinstance(module, nn.MultiheadAttention):
         return  # reads the weight of its linear layer and never calls it
     for leaf, child in module.named_children():
@@ -262,10 +382,15 @@ def linear_names(module: nn.Module, *, prefix: str = "", skip: Iterable[str] = (
     return [name for _, _, name in _candidates(module, prefix, tuple(skip))]
 
 
-def is_target(name: str, target: Target) -> bool:
-    """Whether a target, see `wrap_linear`, means the layer of this full name."""
+def is_target(name: str, target: Target, *, is_parameter: bool = False) -> bool:
+    """Whether a target, see `wrap_linear`, means the layer of this full name.
+
+    Args:
+        is_parameter: the name is that of a fused weight of experts, which an ending means only if
+            it has the module's name too: `down_proj` means linear layers.
+    """
     if target is None or target == ALL_LINEAR:
-        return True
+        return not is_parameter
     if isinstance(target, frozenset):
         return name in target
     if isinstance(target, str):
@@ -273,22 +398,36 @@ def is_target(name: str, target: Target) -> bool:
     return any(
         re.fullmatch(one, name) is not None
         if re.search(r"[*+?()\[\]|^$\\]", one)
-        else name == one or name.endswith("." + one)
+        else name == one
+        or (name.endswith("." + one) and (not is_parameter or "." in one))
+        or (one in EVERYTHING and not is_parameter)
         for one in target
     )
 
 
-def endings_of(names: Iterable[str]) -> list[str]:
+def endings_of(names: Iterable[str], num_parts: int = 1) -> list[str]:
     """Return the last parts of names, as many as an error shows."""
-    return sorted({name.rpartition(".")[2] for name in names})[:MAX_NAMES_SHOWN]
+    return sorted({".".join(n.split(".")[-num_parts:]) for n in names})[:MAX_NAMES_SHOWN]
 
 
-def lora_stacks(model: nn.Module) -> dict[str, list[LoRAWrapper]]:
-    """Return plain module name -> its wrappers, innermost first."""
-    stacks: dict[str, list[LoRAWrapper]] = {}
+class Adapted(NamedTuple):
+    """An adapter and what it adapts, below all adapters."""
+
+    lora: LoRALayer
+    base: Linear | ExpertParameter
+
+
+def lora_stacks(model: nn.Module) -> dict[str, list[Adapted]]:
+    """Return plain name of a module, or of a weight of experts -> its adapters, innermost first."""
+    stacks: dict[str, list[Adapted]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, LoRAWrapper):
-            stacks.setdefault(strip_lora(name), []).insert(0, module)
+        if not isinstance(module, LoRAWrapper):
+            continue
+        base = innermost(module)
+        for leaf, layer in adapters_in(module).items():
+            path = ".".join(filter(None, (strip_lora(name), leaf)))
+            one = Adapted(layer, ExpertParameter(base, leaf) if leaf else base)
+            stacks.setdefault(path, []).insert(0, one)
     return stacks
 
 
@@ -353,14 +492,14 @@ def merge_lora(model: nn.Module) -> nn.Module:
     Raises:
         UserError: a weight is quantised.
     """
-    for wrappers in lora_stacks(model).values():
-        base = innermost(wrappers[0])
+    for stack in lora_stacks(model).values():
+        base = stack[0].base
         weight = dense_weight(base)
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        if len(wrappers) == 1:
-            total = wrappers[0].lora.merged(weight)
+        if len(stack) == 1:
+            total = stack[0].lora.merged(weight)
         else:
-            total = weight.to(dtype) + sum(wrapper.lora.delta(dtype) for wrapper in wrappers)
+            total = weight.to(dtype) + sum(one.lora.delta(dtype) for one in stack)
         put_weight(base, total, why="merging an adapter")
     if isinstance(model, LoRAWrapper):
         return innermost(model)
@@ -376,7 +515,13 @@ def strip_lora(name: str) -> str:
 
 def is_lora_name(name: str) -> bool:
     """Whether a name is that of a weight of an adapter, of any depth."""
-    return re.search(r"(^|\.)lora\.lora_([AB]\.weight|magnitude_vector)$", name) is not None
+    pattern = r"(^|\.)lora\.(\w+\.)?lora_([AB]\.weight|magnitude_vector)$"
+    return re.search(pattern, name) is not None
+
+
+def is_expert_lora(name: str) -> bool:
+    """Whether a name is that of a weight of an adapter of experts."""
+    return re.search(r"(^|\.)lora\.\w+\.lora_[AB]\.weight$", name) is not None
 
 
 def key_map_without_last_lora(names: Iterable[str]) -> dict[str, str]:
@@ -411,7 +556,7 @@ def begun_adapters(model: nn.Module) -> list[str]:
     """Return the names of outermost adapters that add something already."""
     found = []
     for name, parameter in model.named_parameters():
-        is_outermost = ".lora.lora_B." in f".{name}" and "lora_module." not in name
+        is_outermost = is_lora_name(name) and ".lora_B." in name and "lora_module." not in name
         if not is_outermost or parameter.is_meta:
             continue
         own = parameter.to_local() if hasattr(parameter, "to_local") else parameter

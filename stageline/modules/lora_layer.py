@@ -1,4 +1,6 @@
-"""The adapter of one linear layer: plain LoRA, or DoRA with a magnitude for each output.
+"""The adapter of one linear layer, or of one fused weight of experts.
+
+Plain LoRA, or DoRA with a magnitude for each output of a linear layer.
 
 DoRA (arXiv 2402.09353) turns W + s B A into m (W + s B A) / |W + s B A|, a norm for each output,
 through which no gradient goes. Not here: what wraps a layer (`lora.py`).
@@ -6,6 +8,7 @@ through which no gradient goes. Not here: what wraps a layer (`lora.py`).
 
 import hashlib
 import math
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -31,12 +34,14 @@ class LoRALayer(nn.Module):
     Attributes:
         start: how it begins, see `init_lora_layer`.
         use_rslora: how files tell the scale.
+        num_experts: above 1, A and B of a fused weight, see `ExpertLoRALayer`.
         taken: (A, B) whose product was taken out of the layer's weight at the start; None: nothing.
     """
 
     lora_magnitude_vector: nn.Parameter | None
     start = "default"
     use_rslora = False
+    num_experts = 1
     taken: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(
@@ -62,7 +67,7 @@ class LoRALayer(nn.Module):
 
     @property
     def rank(self) -> int:
-        return self.lora_A.out_features
+        return self.lora_A.out_features // self.num_experts
 
     @property
     def use_dora(self) -> bool:
@@ -138,6 +143,55 @@ class LoRALayer(nn.Module):
         return total
 
 
+class ExpertLoRALayer(LoRALayer):
+    """The adapters of a fused weight of E experts, laid out as peft's `target_parameters`.
+
+    A is [E * rank, in], expert by expert; B is [out, rank * E], the experts of a rank together.
+
+    Args:
+        weight: [E, out, in], or [E, in, out] if `is_transposed`.
+        options: of `LoRALayer`.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, *, rank: int, is_transposed: bool, **options: Any
+    ) -> None:
+        num_experts, out_features, in_features = weight.shape
+        if is_transposed:
+            out_features, in_features = in_features, out_features
+        super().__init__(in_features, out_features, rank=rank * num_experts, **options)
+        self.num_experts, self.is_transposed = num_experts, is_transposed
+
+    def factors(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two matrices for each expert whose product, scaled, is added to the weight."""
+        down_ERI = self.lora_A.weight.to(dtype).unflatten(0, (self.num_experts, -1))
+        up_EOR = self.lora_B.weight.to(dtype).unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
+        return (down_ERI.mT, up_EOR.mT) if self.is_transposed else (up_EOR, down_ERI)
+
+    def delta(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return what the low rank adds to the fused weight, in its layout."""
+        left, right = self.factors(dtype)
+        return self.scale * (left @ right)
+
+
+@dataclass(frozen=True)
+class ExpertParameter:
+    """A fused weight of experts in the role of a linear layer."""
+
+    module: nn.Module
+    leaf: str
+
+    @property
+    def weight(self) -> nn.Parameter:
+        parameter = self.module._parameters[self.leaf]
+        assert parameter is not None  # it was found there
+        return parameter
+
+    @property
+    def is_quantised(self) -> bool:
+        return getattr(self.module, "is_quantised", False)
+
+
 def linear_sizes(module: Linear) -> tuple[int, int]:
     """Return (in_features, out_features) of a linear layer; a `Conv1D` has a transposed weight."""
     if isinstance(module, Conv1D):
@@ -145,13 +199,13 @@ def linear_sizes(module: Linear) -> tuple[int, int]:
     return module.in_features, module.out_features
 
 
-def is_quantised(module: Linear) -> bool:
+def is_quantised(module: Linear | ExpertParameter) -> bool:
     """Whether a linear layer keeps its weight as something else than plain floats."""
     is_float = type(module.weight) in PLAIN and module.weight.is_floating_point()
     return getattr(module, "is_quantised", False) or not is_float
 
 
-def dense_weight(module: Linear) -> torch.Tensor:
+def dense_weight(module: Linear | ExpertParameter) -> torch.Tensor:
     """Return the weight [out, in] of a linear layer as floats, also of bitsandbytes."""
     weight = module.weight
     quant_state = getattr(weight, "quant_state", None)
@@ -167,7 +221,7 @@ def dense_weight(module: Linear) -> torch.Tensor:
 
 
 @torch.no_grad()
-def put_weight(module: Linear, weight: torch.Tensor, *, why: str) -> None:
+def put_weight(module: Linear | ExpertParameter, weight: torch.Tensor, *, why: str) -> None:
     """Give a linear layer another weight [out, in], rounded to its dtype.
 
     Raises:
@@ -202,7 +256,7 @@ def init_lora_layer(
     name: str,
     *,
     seed: int,
-    base: Linear | None = None,
+    base: Linear | ExpertParameter | None = None,
     taken: Pair | None = None,
 ) -> None:
     """Start an adapter by its `start`; nothing on meta.
@@ -247,7 +301,10 @@ def init_lora_layer(
 
 
 def _start_pissa(
-    layer: LoRALayer, base: Linear | None, taken: Pair | None, generator: torch.Generator
+    layer: LoRALayer,
+    base: Linear | ExpertParameter | None,
+    taken: Pair | None,
+    generator: torch.Generator,
 ) -> None:
     if base is None or is_quantised(base):
         raise UserError(
@@ -281,7 +338,7 @@ def _start_pissa(
     layer.taken = down, up
 
 
-def restored_weight(layer: LoRALayer, base: Linear) -> torch.Tensor:
+def restored_weight(layer: LoRALayer, base: Linear | ExpertParameter) -> torch.Tensor:
     """Return the weight [out, in] that a layer had before PiSSA took a part of it."""
     assert layer.taken is not None
     weight = dense_weight(base)

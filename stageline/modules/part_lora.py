@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from stageline.errors import UserError
+from stageline.errors import UserError, spelled
 from stageline.modules.lora import (
-    ALL_LINEAR,
+    EVERYTHING,
     Target,
     endings_of,
+    expert_names,
     is_target,
     linear_names,
     wrap_linear,
@@ -23,7 +24,6 @@ from stageline.modules.lora import (
 from stageline.modules.lora_layer import PISSA
 
 LORA_PARTS = {"vit": "vision tower", "mlp": "projector", "llm": "language model"}
-EVERYTHING = ("all", ["all"], ALL_LINEAR, [ALL_LINEAR])
 LAYER_OPTIONS = ("rank", "alpha", "dropout", "use_rslora", "use_dora", "start")
 
 
@@ -76,7 +76,8 @@ def lora_of_parts(
         chosen: dict[str, Any] = dict(num=0, rank=lora_rank, alpha=lora_alpha, target=lora_target)
         own = {name: of_parts.pop(f"{part}_lora_{name}", None) for name in chosen}
         chosen |= {name: value for name, value in own.items() if value is not None}
-        chosen["target"] = None if chosen["target"] in EVERYTHING else chosen["target"]
+        if chosen["target"] in (*EVERYTHING, *([one] for one in EVERYTHING)):
+            chosen["target"] = None
         found[part] = PartLoRA(**kind, **chosen)
         is_pissa = found[part].start.startswith(PISSA)
         if found[part].num > 1 and (use_dora or is_pissa):  # both are about the one weight below
@@ -96,6 +97,7 @@ def find_targets(
     lora: Mapping[str, PartLoRA],
     *,
     kept: Iterable[str] = (),
+    notes: list[str] | None = None,
 ) -> dict[str, PartLoRA]:
     """The same LoRA with full names for targets, those of all stages.
 
@@ -103,25 +105,42 @@ def find_targets(
         whole: the model before anything is dropped.
         parts: module path prefixes of each part.
         kept: paths of modules that are trained whole and get no LoRA.
+        notes: gets a line about experts that a target leaves out.
+
+    Raises:
+        UserError: a target means nothing in its part, or what experts cannot have.
     """
     found = dict(lora)
     for part, one in lora.items():
         if not one.num:
             continue
-        names = [
-            name
+        here = [
+            (module, {"prefix": prefix, "skip": [*skip, *kept]})
             for prefix, skip in _prefixes(part, parts)
             if (module := _module_at(whole, prefix)) is not None
-            for name in linear_names(module, prefix=prefix, skip=[*skip, *kept])
         ]
-        chosen = frozenset(
-            name
-            for name in names
-            if is_target(name, one.target)
-            and (one.exclude is None or not is_target(name, one.exclude))
+        names = [name for module, place in here for name in linear_names(module, **place)]
+        experts = [name for module, place in here for name in expert_names(module, **place)]
+        chosen, excluded = (
+            frozenset(
+                name
+                for group, is_parameter in ((names, False), (experts, True))
+                for name in group
+                if is_target(name, target, is_parameter=is_parameter)
+            )
+            for target in (one.target, one.exclude if one.exclude is not None else frozenset())
         )
-        if not chosen:
-            raise _no_match(part, one, names)
+        if not chosen - excluded:
+            raise _no_match(part, one, names, experts)
+        chosen -= excluded
+        if chosen & set(experts):
+            _refuse_on_experts(one, endings_of(chosen & set(experts), 2)[0])
+        left_out = endings_of(set(experts) - chosen - excluded, 2)
+        if left_out and notes is not None and not isinstance(one.target, frozenset):
+            notes.append(
+                f"warning: experts of the {LORA_PARTS[part]} get no LoRA: {', '.join(left_out)}. "
+                + spelled("Name them in `lora_target` to adapt them, or in `lora_exclude`.")
+            )
         found[part] = replace(one, target=chosen)
     return found
 
@@ -156,15 +175,32 @@ def _prefixes(part: str, parts: Mapping[str, Iterable[str]]) -> Iterator[tuple[s
         yield prefix, [other for other in others if other.startswith(prefix + ".")]
 
 
-def _no_match(part: str, lora: PartLoRA, names: list[str]) -> UserError:
-    if not names:
+def _refuse_on_experts(lora: PartLoRA, name: str) -> None:
+    """Refuse what cannot be split into a product for each expert, as peft does."""
+    kinds = {
+        f"`lora_dropout` {lora.dropout:g}": lora.dropout > 0,
+        "`use_dora`": lora.use_dora,
+        f"`lora_init` {lora.start}": lora.start not in ("default", "gaussian"),
+    }
+    if told := [kind for kind, is_set in kinds.items() if is_set]:
+        raise UserError(
+            f"{told[0]} does not work with LoRA on experts ({name}), neither here nor in peft. "
+            "Drop one of the two."
+        )
+
+
+def _no_match(part: str, lora: PartLoRA, names: list[str], experts: list[str]) -> UserError:
+    if not names and not experts:
         return UserError(
             f"`{part}_lora_num` {lora.num}: the model has no linear layer in its "
             f"{LORA_PARTS[part]}. Drop `{part}_lora_num`."
         )
     target = lora.target if isinstance(lora.target, str) else ",".join(lora.target or ())
-    endings = ", ".join(endings_of(names))
-    if lora.exclude is not None and any(is_target(name, lora.target) for name in names):
+    endings = ", ".join([*endings_of(names), *endings_of(experts, 2)])
+    is_meant = any(is_target(name, lora.target) for name in names) or any(
+        is_target(name, lora.target, is_parameter=True) for name in experts
+    )
+    if lora.exclude is not None and is_meant:
         left_out = lora.exclude if isinstance(lora.exclude, str) else ",".join(lora.exclude)
         return UserError(
             f"`lora_exclude` {left_out} leaves none of the {len(names)} linear layers in the "

@@ -23,7 +23,7 @@ from stageline.data.text.processor import get_pad_token_id, load_processor
 from stageline.errors import PlanError, UserError
 from stageline.model_folder import load_config
 from stageline.modules import recompute
-from stageline.modules.lora import key_map_without_last_lora
+from stageline.modules.lora import is_lora_name, key_map_without_last_lora
 from stageline.modules.methods import (
     LANGUAGE,
     Methods,
@@ -311,7 +311,7 @@ class StageModel(Stage):
             if is_inside(name, self.whole_modules):
                 return True
             if has_lora or self.methods.quantization is not None:
-                return has_lora and ".lora.lora_" in name and ".lora_module." not in name
+                return has_lora and is_lora_name(name) and ".lora_module." not in name
             if chosen is not None and part in LANGUAGE:
                 return name in chosen
             return not self.frozen_parts.get(part or "", False)
@@ -337,9 +337,11 @@ class StageModel(Stage):
         # every stage has the buffers outside of the layers
         self.shared_names |= self.whole_names.tied | self.whole_names.buffers
         self.vocabulary = vocabulary_paths(whole)
-        lora = self.start.lora_of(self.lora, self.part_of)
+        lora = self.start.lora_of(self.lora, self.part_of, self.parameter_order)
         self.whole_modules = find_whole_modules(whole, self.start.modules_to_save)
-        self.lora = find_targets(whole, self.parts(), lora, kept=self.whole_modules)
+        self.lora = find_targets(
+            whole, self.parts(), lora, kept=self.whole_modules, notes=self.start.notes
+        )
         self.prune(whole)
         forget_lengths(whole)
         self.__dict__["whole"] = whole  # not a child: this stage has its children
@@ -354,7 +356,7 @@ class StageModel(Stage):
         raise NotImplementedError
 
     def wrap_lora(self) -> None:
-        """Wrap the linear layers of each part `*_lora_num` times."""
+        """Wrap the targets in each part `*_lora_num` times."""
         self.has_wrapped = True
         wrap_parts(self, self.parts(), self.lora)
 

@@ -21,6 +21,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import StorageError, spelled
+from stageline.modules.lora import is_expert_lora
 from stageline.modules.quantised import num_weights
 from stageline.pipeline.live_bytes import tensor_bytes
 from stageline.pipeline.recorder import TimelineEvent, describe_timeline
@@ -443,7 +444,11 @@ def show_stages(models: Sequence[Stage], *, group: dist.ProcessGroup | None) -> 
     counts = {name: count for *_, own_counts, _ in stages for name, count in own_counts.items()}
     trained = human_count(sum(count for count, is_trained in counts.values() if is_trained))
     total = human_count(sum(count for count, _ in counts.values()))
-    terminal.say(f"model        {total} parameters, {trained} trainable, in {len(stages)} stages")
+    of_experts = {name: own[0] for name, own in counts.items() if own[1] and is_expert_lora(name)}
+    size, number = human_count(sum(of_experts.values())), len(of_experts) // 2
+    told = f" ({size} on {number} fused weights of experts)" if of_experts else ""
+    stages_told = f"in {len(stages)} stages"
+    terminal.say(f"model        {total} parameters, {trained} trainable{told}, {stages_told}")
     for stage, layers, size, own_counts, _ in stages:
         number = human_count(sum(count for count, _ in own_counts.values()))
         terminal.say(f"  {f'stage {stage}':<10} layers {layers}: {number}, {human_bytes(size)}")

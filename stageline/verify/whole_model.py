@@ -24,7 +24,7 @@ from stageline.checkpoint.plain_model import load_whole, save_whole
 from stageline.data.text.processor import load_processor
 from stageline.errors import CheckpointError, UserError, spelled
 from stageline.model_folder import load_config, refused_build
-from stageline.modules.lora import WRAPPED, lora_stacks
+from stageline.modules.lora import WRAPPED, LoRAWrapper
 from stageline.modules.lora_layer import LoRALayer, name_seed
 from stageline.modules.stage_names import names_on_disk
 
@@ -214,9 +214,13 @@ def load_unsplit(
     auto_class = library_class(config, trust_remote_code=trust_remote_code)
     whole = load_whole(auto_class, checkpoint, config, is_changed=True, **options)
     trains = {name: parameter.requires_grad for name, parameter in single.named_parameters()}
-    for name, wrappers in lora_stacks(single).items():
-        wrappers[0].lora_module = whole.get_submodule(name)
-        whole.set_submodule(name, wrappers[-1])
+    for name, wrapper in list(single.named_modules()):
+        if isinstance(wrapper, LoRAWrapper) and WRAPPED not in name.split("."):
+            holder = wrapper
+            while isinstance(holder.lora_module, LoRAWrapper):
+                holder = holder.lora_module
+            holder.lora_module = whole.get_submodule(name)
+            whole.set_submodule(name, wrapper)
     for name, parameter in whole.named_parameters():
         parameter.requires_grad_(trains.get(name, True))
     return whole.train()

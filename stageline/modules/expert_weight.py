@@ -1,0 +1,148 @@
+"""Fused weights of experts [E, ., .] to which something is added during a forward pass.
+
+The forward pass of transformers runs as it is, eager or with grouped products; only what it reads
+in the place of the parameter is another object. Not here: the adapters (`lora.py`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+_PRODUCTS = ("matmul", "mm", "bmm")
+_GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
+_FACTS = ("shape", "dtype", "device", "ndim", "dim", "size", "data_ptr", "requires_grad")
+GROUPED_BYTES = 16  # grouped products want rows of a multiple of it
+
+
+def expert_parameters(module: nn.Module) -> list[str]:
+    """Return the last names of the fused weights of experts that are a module's own."""
+    is_experts = "expert" in type(module).__name__.lower() or hasattr(module, "num_experts")
+    if not is_experts or type(module).__module__.startswith("torch."):
+        return []
+    own = module._parameters.items()
+    return [leaf for leaf, p in own if p is not None and p.dim() == 3 and leaf not in vars(module)]
+
+
+@contextmanager
+def reads_instead(module: nn.Module, values: Mapping[str, object]) -> Iterator[None]:
+    """While open, a module's code finds other values under the names of some parameters."""
+    store = vars(module)
+    before = {leaf: store[leaf] for leaf in values if leaf in store}
+    store.update(values)
+    try:
+        yield
+    finally:
+        for leaf in values:
+            del store[leaf]
+        store.update(before)
+
+
+class LowRank(NamedTuple):
+    """Summand of a weight: scale * left @ right, for each expert."""
+
+    left: torch.Tensor  # [..., rows, rank]
+    right: torch.Tensor  # [..., rank, columns]
+    scale: float
+
+
+class ExpertWeight:
+    """A weight and low-rank summands, which are multiplied one after the other and never summed.
+
+    Indices of experts, transposes and matrix products are those of a tensor. Anything else that is
+    done with it sees the sum.
+    """
+
+    def __init__(self, base: Any, terms: Sequence[LowRank] = ()) -> None:
+        self.base, self.terms = base, tuple(terms)
+
+    def dense(self) -> torch.Tensor:
+        """Return the sum, as a tensor."""
+        total: torch.Tensor = self.base
+        for left, right, scale in self.terms:
+            total = total + (scale * (left @ right)).to(total.dtype)
+        return total
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, tuple) or self.base.ndim != 3:
+            return self.dense()[index]
+        terms = [LowRank(left[index], right[index], s) for left, right, s in self.terms]
+        return ExpertWeight(self.base[index], terms)
+
+    @property
+    def mT(self) -> "ExpertWeight":
+        terms = [LowRank(right.mT, left.mT, scale) for left, right, scale in self.terms]
+        return ExpertWeight(self.base.mT, terms)
+
+    def transpose(self, first: int, second: int) -> Any:
+        num_dims = self.base.ndim
+        if {first % num_dims, second % num_dims} == {num_dims - 2, num_dims - 1}:
+            return self.mT
+        return self.dense().transpose(first, second)
+
+    @property
+    def T(self) -> Any:
+        return self.transpose(0, 1)
+
+    def t(self) -> Any:
+        return self.T
+
+    def __matmul__(self, other: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(self, other)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.base if name in _FACTS else self.dense(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", "").partition(".")[0], kwargs or {}
+        if len(args) >= 2 and isinstance(args[1], cls) and isinstance(args[0], torch.Tensor):
+            x, weight, *rest = args
+            if name == "linear":
+                return weight._added(func(x, weight.base, *rest, **kwargs), x, torch.matmul, True)
+            if name in _PRODUCTS and not rest and not kwargs:
+                return weight._added(func(x, weight.base), x, func)
+            if name in _GROUPED and not rest and kwargs.keys() == {"offs"}:
+                result = func(x, weight.base, **kwargs)
+                return weight._added(result, x, _grouped(func, kwargs["offs"]))
+        if len(args) == 2 and isinstance(args[0], cls) and name in _PRODUCTS and not kwargs:
+            weight, x = args
+            if isinstance(x, torch.Tensor):  # W x = (x^T W^T)^T
+                return func(x.mT, weight.mT).mT
+        plain = [one.dense() if isinstance(one, cls) else one for one in args]
+        named = {key: v.dense() if isinstance(v, cls) else v for key, v in kwargs.items()}
+        return func(*plain, **named)
+
+    def _added(
+        self,
+        result: torch.Tensor,
+        x: torch.Tensor,
+        multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        is_transposed: bool = False,
+    ) -> torch.Tensor:
+        """Add the products of x with the summands to that with the weight itself."""
+        for left, right, scale in self.mT.terms if is_transposed else self.terms:
+            low = multiply(multiply(x.to(left.dtype), left), right)
+            result = result + (low * scale).to(result.dtype)
+        return result
+
+
+def _grouped(
+    func: Callable[..., torch.Tensor], offsets: torch.Tensor
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return a grouped product of which rows and columns may be of any number of bytes."""
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        step = GROUPED_BYTES // weight.element_size()
+        num_columns = weight.shape[2]
+        missing = (-weight.shape[1] % step, -num_columns % step)
+        if any(missing):
+            x, weight = F.pad(x, (0, missing[0])), F.pad(weight, (0, missing[1], 0, missing[0]))
+        return func(x, weight, offs=offsets)[:, :num_columns]
+
+    return multiply
