@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from stageline.checkpoint.adapter import find_base, untie_if_changed
 from stageline.checkpoint.adapter_start import AdapterStart
-from stageline.checkpoint.few_bit import dequantizing_settings, drop_quantizer, method_of
+from stageline.checkpoint.few_bit import dequantizing_settings, finish_dequantized, method_of
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     find_checkpoint,
@@ -325,7 +325,7 @@ def _read_by_library(
     wrong = [other_shape(*mismatch) for mismatch in info["mismatched_keys"]]
     _refuse(model, checkpoint, set(info["missing_keys"]) - model.keys_fresh, unknown, wrong)
     if few_bit is not None:
-        drop_quantizer(loaded)
+        finish_dequantized(loaded, dtype)
         is_kept = float32_names(loaded, dtype)
         for name, value in loaded.named_parameters():
             # full weights next to quantized ones are in the dtype of the file

@@ -11,7 +11,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from stageline.checkpoint.adapter import attach_adapter, config_folder, find_base
-from stageline.checkpoint.few_bit import dequantizing_settings, drop_quantizer, stored_settings
+from stageline.checkpoint.few_bit import dequantizing_settings, finish_dequantized, stored_settings
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -111,7 +111,7 @@ def load_whole(
     if why:
         raise _does_not_fit(folder, why)
     if few_bit is not None and not keeps_bits:
-        drop_quantizer(model)
+        finish_dequantized(model, model.dtype)
     check_finite(
         model.named_parameters(),
         what=f"weights of {folder}",

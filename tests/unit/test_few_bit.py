@@ -4,15 +4,17 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
 
 from stageline.checkpoint.few_bit import dequantizing_settings
 from stageline.checkpoint.plain_folder import export_folder
+from stageline.checkpoint.plain_model import load_plain
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from tests.helpers.chain import chained_logits
-from tests.helpers.few_bit import write_fp8, write_mxfp4
+from tests.helpers.few_bit import write_compressed, write_fp8, write_mxfp4, write_packed
 from tests.helpers.tiny_checkpoints import load_stages, tiny_whole
 from tests.helpers.tiny_models import TEXT
 
@@ -51,7 +53,7 @@ def test_stages_are_the_dequantized_model(kind, tmp_path):
         logits = whole(**BATCH).logits
     for num_stages in (1, 2):
         stages = load_stages(tmp_path / "base", num_stages=num_stages, dtype=torch.bfloat16)
-        held = {name: tensor for stage in stages for name, tensor in stage.state_dict().items()}
+        held = held_by(stages)
         assert held.keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in held.items())
         with torch.no_grad():
@@ -82,7 +84,65 @@ def test_full_weights_next_to_fp8_take_the_dtype_of_the_run(tmp_path):
         assert torch.equal(tensor, expected[name].float())
 
 
-@pytest.mark.parametrize("method", ["gptq", "modelopt"])
+def held_by(stages):
+    return {name: one for stage in stages for name, one in stage.state_dict().items()}
+
+
+@pytest.mark.parametrize(("method", "bits"), [("gptq", 4), ("gptq", 8), ("awq", 4)])
+def test_packed_integers_are_the_weights_that_they_stand_for(method, bits, tmp_path):
+    """transformers cannot dequantize these: weights are compared with the definition."""
+    fields = {"hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    full = tiny_whole("qwen3_moe", tmp_path, dtype=torch.bfloat16, **fields).state_dict()
+    written = write_packed(tmp_path, method, bits=bits)
+    held = held_by(load_stages(tmp_path, dtype=torch.bfloat16))
+    assert held.keys() == full.keys()
+    for name, tensor in held.items():
+        path, _, leaf = name.rpartition(".")
+        expected = written.get(name, full[name])
+        if "experts" in path:
+            leaves = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+            parts = [
+                [written[f"{path}.{index}.{one}.weight"] for one in leaves] for index in range(4)
+            ]
+            expected = torch.stack([torch.cat(some) for some in parts])
+        assert torch.equal(tensor, expected.bfloat16()), name
+        assert (tensor - full[name]).abs().max() < 2**-bits
+    plain = load_plain(tmp_path)
+    assert all(torch.equal(one, held[name]) for name, one in plain.state_dict().items())
+    assert plain.dtype == torch.bfloat16 and not hasattr(plain.config, "quantization_config")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bitsandbytes_folders_are_dequantized_once_they_are_read(bits, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    fields = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    tiny_whole("llama", tmp_path / "full", dtype=torch.bfloat16, **fields)
+    settings = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    options = {"dtype": torch.bfloat16, "quantization_config": settings}
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "full", **options)
+    made.save_pretrained(tmp_path / "base")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    expected = whole.dequantize(torch.bfloat16).state_dict()
+    held = held_by(load_stages(tmp_path / "base", dtype=torch.bfloat16))
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(one, expected[name]) for name, one in held.items())
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8", "nvfp4"])
+def test_compressed_tensors(kind, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    fields = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    full = tiny_whole("llama", tmp_path, dtype=torch.bfloat16, **fields).state_dict()
+    write_compressed(tmp_path, kind)
+    expected = dequantized(tmp_path).state_dict()
+    held = held_by(load_stages(tmp_path, dtype=torch.bfloat16))
+    assert held.keys() == expected.keys()
+    for name, tensor in held.items():
+        assert torch.equal(tensor, expected[name])
+        assert (tensor - full[name]).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("method", ["modelopt", "hqq"])
 def test_what_transformers_cannot_dequantize_is_refused_by_name(method, tmp_path):
     settings = {"quantization_config": {"quant_method": method, "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(settings))
