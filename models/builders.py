@@ -81,6 +81,7 @@ def auto(
             # accelerate's hooks cost time and buy nothing on one CPU
             device_map=None if device_map == {"": "cpu"} else device_map,
             is_changed=source.has_own,
+            keeps_bits=True,
             **options,
         )
     if len(source.adapters) == 1 and adapter_weights is None:

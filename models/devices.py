@@ -98,7 +98,7 @@ def find_source(
         adapters, folder = [str(folder)], find_base(folder)
     own_processor = processor_folder(Path([folder, *adapters][-1]), folder)
     own_config = config_folder(folder, adapters)
-    config = load_config(own_config, trust_remote_code=trust_remote_code)
+    config = load_config(own_config, trust_remote_code=trust_remote_code, keeps_bits=True)
     if visual_gpu_ratio and getattr(config, "vision_config", None) is None:
         raise no_tower("visual_gpu_ratio", visual_gpu_ratio, config.model_type)
     return Source(folder, own_processor, adapters, config, has_own=own_config != folder)

@@ -103,8 +103,14 @@ def _code_names(value: Any, key: str = "") -> Iterator[str]:
         yield str(value)
 
 
-def load_config(path: str | Path, *, trust_remote_code: bool = False) -> "PretrainedConfig":
+def load_config(
+    path: str | Path, *, trust_remote_code: bool = False, keeps_bits: bool = False
+) -> "PretrainedConfig":
     """Return the model's config, only from this machine.
+
+    Args:
+        keeps_bits: keep `quantization_config`, which tells of the weights in this folder. A model
+            that is trained has none: checkpoint/few_bit.py dequantizes while it reads them.
 
     Raises:
         UserError: no folder, code that is not allowed, or a model unknown to transformers.
@@ -118,7 +124,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> "Pretra
         raise UserError(f"{folder} holds no config.json. Give the folder of a model.")
     kind, told = read_json(file).get("model_type"), {"trust_remote_code": trust_remote_code}
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, **told)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **told)
     except Exception as error:  # wrong values can raise any exception type
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         is_unknown = isinstance(kind, str) and kind not in CONFIG_MAPPING
@@ -126,6 +132,9 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> "Pretra
             f"{file} holds no config that can be read ({why}). Correct it, or make a model_type of "
             "your own known by AutoConfig.register() in the file that you `import`."
         ) from error
+    for part in () if keeps_bits else (config, *parts_of(config).values()):
+        part.__dict__.pop("quantization_config", None)
+    return config
 
 
 def has_trusted_code(config: object) -> bool:

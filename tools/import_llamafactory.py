@@ -46,8 +46,8 @@ PICTURED = re.compile(
     r"vl|llava|vision|pixtral|gemma-?[34]|mllama|smolvlm|idefics|glm-?4\S*v|minicpm|qwen3[._]5"
 )
 
-# models that others have quantized
-READY_MADE = re.compile(r"(?i)-(awq|gptq|aqlm|bnb)\b")
+# models that others have quantized, and that cannot be dequantized
+READY_MADE = re.compile(r"(?i)-(aqlm|hqq)\b")
 
 
 @dataclass

@@ -229,6 +229,10 @@ class LazyTensor:
     name: str
     taken: set[str]
 
+    def get_dtype(self) -> str:  # a quantizer of transformers asks for it
+        dtype: str = self.opened(self.path).get_slice(self.name).get_dtype()
+        return dtype
+
     def __getitem__(self, index: object) -> torch.Tensor:
         assert index is Ellipsis, "transformers reads whole tensors unless it shards them"
         self.taken.add(self.name)

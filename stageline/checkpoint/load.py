@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from stageline.checkpoint.adapter import find_base, untie_if_changed
 from stageline.checkpoint.adapter_start import AdapterStart
+from stageline.checkpoint.few_bit import dequantizing_settings, finish_dequantized, method_of
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     find_checkpoint,
@@ -171,12 +172,13 @@ def load_split_model(
     if adapter is not None:
         checkpoint = find_base(adapter)
     files = weight_files(checkpoint, fetches=False)
+    few_bit = dequantizing_settings(checkpoint)
     leaves = {"weight", "bias", *(name.rpartition(".")[2] for name, _ in model.named_parameters())}
 
     def floats(names: Iterable[str]) -> dict[str, str]:
         """The types of some tensors; weights in integers are refused."""
         found = dtypes_of({name: files[name] for name in names})
-        if integers := integer_weights(found, leaves):
+        if few_bit is None and (integers := integer_weights(found, leaves)):
             raise CheckpointMismatch(
                 f"{checkpoint} holds {len(integers)} weights as integers: "
                 f"{list_names(integers, 5)}. Use the checkpoint that was not quantised."
@@ -190,10 +192,15 @@ def load_split_model(
         key_map = {name: there for name, there in key_map.items() if not is_lora_name(there)}
     on_disk = {name: name for name in files}
     if model.whole is None or any(WRAPPED in name.split(".") for name in files):
+        if few_bit is not None:
+            raise UserError(
+                f"{checkpoint} is quantized by {method_of(few_bit)}, and {type(model).__name__} "
+                "reads weights by their names. Use a checkpoint that is not quantized."
+            )
         _read_by_names(model, files, key_map, device=device, dtype=dtype, checkpoint=checkpoint)
     else:
         on_disk = _read_by_library(
-            model, files, key_map, device=device, dtype=dtype, checkpoint=checkpoint
+            *(model, files, key_map, few_bit), device=device, dtype=dtype, checkpoint=checkpoint
         )
     whole: Names | None = getattr(model, "whole_names", None)
     for tied in list(whole.aliases.items()) if whole else []:
@@ -206,6 +213,9 @@ def load_split_model(
     start: AdapterStart = getattr(model, "start", None) or AdapterStart()
     start.begin(model, adapter, seed=seed)
     model.cast_note = cast_note(dtypes, model.keys_read, dtype)
+    if few_bit is not None:
+        kept = str(dtype).removeprefix("torch.")
+        model.cast_note = f"the weights were saved as {method_of(few_bit)}, dequantized to {kept}"
 
     def place_of(name: str) -> str:
         # names that transformers converts are not in the files
@@ -228,12 +238,17 @@ def _read_by_library(
     model: Stage,
     files: dict[str, Path],
     key_map: dict[str, str],
+    few_bit: dict[str, Any] | None,
     *,
     device: torch.device,
     dtype: torch.dtype,
     checkpoint: Path,
 ) -> dict[str, str]:
-    """Fill the stage by `from_pretrained`; return name in the whole model -> name on disk."""
+    """Fill the stage by `from_pretrained`; return name in the whole model -> name on disk.
+
+    Args:
+        few_bit: settings of the quantizer that dequantizes; None: the weights are full ones.
+    """
     assert model.whole is not None  # the caller looked
     if earlier := {there for there in key_map.values() if is_lora_name(there)}:
         raise UserError(
@@ -268,13 +283,16 @@ def _read_by_library(
     # else transformers takes it for custom code and leaves names on disk as they are
     Pruned.__module__ = base_class.__module__
     model.keys_read = set()
+    config = copy.deepcopy(model.config)
+    if few_bit is not None:
+        config.quantization_config = few_bit
     kwargs: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
     try:
         with quiet(), returns_freed_memory():
             found = Pruned.from_pretrained(
                 None,
                 state_dict=lazy_state(files, model.keys_read),
-                config=copy.deepcopy(model.config),
+                config=config,
                 dtype=dtype,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below with all their names
@@ -306,6 +324,12 @@ def _read_by_library(
     }
     wrong = [other_shape(*mismatch) for mismatch in info["mismatched_keys"]]
     _refuse(model, checkpoint, set(info["missing_keys"]) - model.keys_fresh, unknown, wrong)
+    if few_bit is not None:
+        finish_dequantized(loaded, dtype)
+        is_kept = float32_names(loaded, dtype)
+        for name, value in loaded.named_parameters():
+            # full weights next to quantized ones are in the dtype of the file
+            value.data = value.to(torch.float32 if is_kept(name) else whole_names[name].dtype)
     _take(model, loaded, key_map, checkpoint=checkpoint)
     generation = checkpoint / GENERATION_CONFIG_NAME
     if generation.exists():

@@ -1,5 +1,6 @@
 """Load the whole model of a folder in plain transformers, as a user of an exported model does."""
 
+import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from stageline.checkpoint.adapter import attach_adapter, config_folder, find_base
+from stageline.checkpoint.few_bit import dequantizing_settings, finish_dequantized, stored_settings
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -55,6 +57,7 @@ def load_whole(
     is_strict: bool = False,
     may_lack: str | None = None,
     is_changed: bool = False,
+    keeps_bits: bool = False,
     **options: object,
 ) -> PreTrainedModel:
     """Load a whole model with every weight from the folder, none of them at random.
@@ -65,6 +68,7 @@ def load_whole(
         is_strict: refuse also weights that the model has no place for.
         may_lack: prefix of the names of weights that others fill; None: none.
         is_changed: use `config` instead of the folder's own.
+        keeps_bits: keep quantized weights as transformers keeps them; else they are dequantized.
         options: of its `from_pretrained`.
 
     Raises:
@@ -74,10 +78,14 @@ def load_whole(
     files = weight_files(folder)
     if folder.is_file():  # `config.transformers_weights` names it
         folder = folder.parent
-    if is_changed:
+    few_bit = (stored_settings if keeps_bits else dequantizing_settings)(folder)
+    if is_changed or few_bit is not None:
+        config = copy.deepcopy(config)
+        if few_bit is not None:
+            config.quantization_config = few_bit
         options = {**options, "config": config}
     options |= attention_options(config, options.pop("attn_implementation", None))
-    if getattr(config, "quantization_config", None) is None:
+    if few_bit is None:
         integers = integer_weights(dtypes_of(files), {"weight", "bias"})
         if integers:
             raise _does_not_fit(folder, f"weights are integers: {list_names(integers, 5)}")
@@ -102,6 +110,8 @@ def load_whole(
     why = misfits(lacking, info["unexpected_keys"] if is_strict else (), wrong)
     if why:
         raise _does_not_fit(folder, why)
+    if few_bit is not None and not keeps_bits:
+        finish_dequantized(model, model.dtype)
     check_finite(
         model.named_parameters(),
         what=f"weights of {folder}",
@@ -178,6 +188,8 @@ def load_base(
 
 def _dtype_of(folder: Path) -> torch.dtype | str:
     """The type of all weights; the configuration, which may say another, where they differ."""
+    if stored_settings(folder) is not None:
+        return load_config(folder).dtype or torch.bfloat16
     found = tensor_dtypes(folder)
     return found.pop() if len(found) == 1 else "auto"
 

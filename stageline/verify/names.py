@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from stageline.checkpoint.adapter import base_of
+from stageline.checkpoint.few_bit import stored_settings
 from stageline.checkpoint.files import (
     find_checkpoint,
     list_names,
@@ -68,7 +69,8 @@ def check_outlines(
         with torch.device("meta"):  # the whole model may be too large to be anywhere else
             single = ranks.gather(names(0, 1) if ranks.rank == 0 else None)[0]
     _compare(found, single, ranks=ranks, checkpoint=checkpoint)
-    if checkpoint is not None and has_shapes:
+    is_few_bit = checkpoint is not None and stored_settings(base_of(find_checkpoint(checkpoint)))
+    if checkpoint is not None and has_shapes and not is_few_bit:  # those are packed
         _check_shapes(found, checkpoint)
     return True
 

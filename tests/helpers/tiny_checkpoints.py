@@ -4,10 +4,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from commands.stages import stage_key
 from pp_models import StageModel, class_of_key
+from stageline.model_folder import load_config
 from stageline.modules.new_rows import NewRows
 from stageline.stages.base import WeightSource, fill_stage
 from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config
@@ -81,7 +82,7 @@ def load_stages(
     """Stages of a model folder, filled from it or from `checkpoint`, frozen by their options."""
     stages = []
     for stage in range(num_stages):
-        config = AutoConfig.from_pretrained(base)
+        config = load_config(base)
         stage_class = class_of_key(stage_key(config))
         model = stage_class(config, stage=stage, num_stages=num_stages, dtype=dtype, **options)
         source = WeightSource(str(checkpoint or base), 0, "cpu", dtype)

@@ -219,8 +219,9 @@ def test_quantised_bases(tmp_path):
     assert eight.quantization == "int8" and not eight.double_quantization
     plain = convert(JOB).options
     assert "double-quantization" not in plain
-    ready = convert({**JOB, "model_name_or_path": "TechxGenus/Meta-Llama-3-8B-Instruct-AWQ"})
-    assert any("that others quantised" in text for text in ready.left())
+    for kind, is_left in (("AQLM-2Bit-1x16", True), ("AWQ", False)):
+        ready = convert({**JOB, "model_name_or_path": f"some/Meta-Llama-3-8B-Instruct-{kind}"})
+        assert any("that others quantised" in text for text in ready.left()) is is_left
 
 
 def test_epochs_shares_of_warm_up_and_saves_at_epochs_have_the_names_of_ours():

@@ -1,0 +1,150 @@
+"""Few-bit checkpoints: stages equal transformers' dequantized model, and save full weights."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
+
+from stageline.checkpoint.few_bit import dequantizing_settings
+from stageline.checkpoint.plain_folder import export_folder
+from stageline.checkpoint.plain_model import load_plain
+from stageline.checkpoint.save import save_split_model
+from stageline.errors import UserError
+from tests.helpers.chain import chained_logits
+from tests.helpers.few_bit import write_compressed, write_fp8, write_mxfp4, write_packed
+from tests.helpers.tiny_checkpoints import load_stages, tiny_whole
+from tests.helpers.tiny_models import TEXT
+
+IDS = torch.arange(24).view(2, 12) % 40 + 3
+BATCH = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+
+
+def few_bit_folder(kind, folder):
+    """Write a folder with a few-bit model of 2 layers; the settings are in its config.json."""
+    if kind == "fp8":
+        fields = {"moe_intermediate_size": 16, "num_hidden_layers": 2}
+        tiny_whole("qwen3_moe", folder, dtype=torch.bfloat16, **fields)
+        write_fp8(folder)
+        return
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "num_local_experts": 4}
+    config = GptOssConfig(**TEXT | sizes | {"num_hidden_layers": 2, "num_experts_per_tok": 2})
+    torch.manual_seed(3)
+    whole = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    whole.save_pretrained(folder)
+    write_mxfp4(folder)
+
+
+def dequantized(folder, dtype=torch.bfloat16):
+    """Load what transformers itself makes of a few-bit folder."""
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config["dequantize"] = True
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_stages_are_the_dequantized_model(kind, tmp_path):
+    few_bit_folder(kind, tmp_path / "base")
+    whole = dequantized(tmp_path / "base")
+    expected = whole.state_dict()
+    with torch.no_grad():
+        logits = whole(**BATCH).logits
+    for num_stages in (1, 2):
+        stages = load_stages(tmp_path / "base", num_stages=num_stages, dtype=torch.bfloat16)
+        held = held_by(stages)
+        assert held.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in held.items())
+        with torch.no_grad():
+            assert torch.equal(chained_logits([one.eval() for one in stages], BATCH), logits)
+    first, last = (stage.keys_read for stage in stages)
+    assert not first & last
+    assert any("scale" in name for name in first)
+    assert not any(".layers.1." in name for name in first)
+    assert f"saved as {kind}, dequantized to bfloat16" in stages[0].cast_note
+
+    # what is trained on, and what is exported, are full weights under the names of the base
+    save_split_model(stages, None, tmp_path / "saved")
+    export_folder(tmp_path / "base", tmp_path / "exported")
+    for folder in (tmp_path / "saved", tmp_path / "exported"):
+        assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        assert all(torch.equal(one, expected[name]) for name, one in plain.state_dict().items())
+        written = {name for file in folder.glob("*.safetensors") for name in load_file(file)}
+        assert not any("scale" in name or "blocks" in name for name in written)
+
+
+def test_full_weights_next_to_fp8_take_the_dtype_of_the_run(tmp_path):
+    few_bit_folder("fp8", tmp_path)
+    expected = dequantized(tmp_path, torch.float32).state_dict()
+    assert {one.dtype for one in expected.values()} == {torch.bfloat16, torch.float32}
+    for name, tensor in load_stages(tmp_path, num_stages=1)[0].state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, expected[name].float())
+
+
+def held_by(stages):
+    return {name: one for stage in stages for name, one in stage.state_dict().items()}
+
+
+@pytest.mark.parametrize(("method", "bits"), [("gptq", 4), ("gptq", 8), ("awq", 4)])
+def test_packed_integers_are_the_weights_that_they_stand_for(method, bits, tmp_path):
+    """transformers cannot dequantize these: weights are compared with the definition."""
+    fields = {"hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    full = tiny_whole("qwen3_moe", tmp_path, dtype=torch.bfloat16, **fields).state_dict()
+    written = write_packed(tmp_path, method, bits=bits)
+    held = held_by(load_stages(tmp_path, dtype=torch.bfloat16))
+    assert held.keys() == full.keys()
+    for name, tensor in held.items():
+        path, _, leaf = name.rpartition(".")
+        expected = written.get(name, full[name])
+        if "experts" in path:
+            leaves = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+            parts = [
+                [written[f"{path}.{index}.{one}.weight"] for one in leaves] for index in range(4)
+            ]
+            expected = torch.stack([torch.cat(some) for some in parts])
+        assert torch.equal(tensor, expected.bfloat16()), name
+        assert (tensor - full[name]).abs().max() < 2**-bits
+    plain = load_plain(tmp_path)
+    assert all(torch.equal(one, held[name]) for name, one in plain.state_dict().items())
+    assert plain.dtype == torch.bfloat16 and not hasattr(plain.config, "quantization_config")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bitsandbytes_folders_are_dequantized_once_they_are_read(bits, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    fields = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    tiny_whole("llama", tmp_path / "full", dtype=torch.bfloat16, **fields)
+    settings = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    options = {"dtype": torch.bfloat16, "quantization_config": settings}
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "full", **options)
+    made.save_pretrained(tmp_path / "base")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    expected = whole.dequantize(torch.bfloat16).state_dict()
+    held = held_by(load_stages(tmp_path / "base", dtype=torch.bfloat16))
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(one, expected[name]) for name, one in held.items())
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8", "nvfp4"])
+def test_compressed_tensors(kind, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    fields = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    full = tiny_whole("llama", tmp_path, dtype=torch.bfloat16, **fields).state_dict()
+    write_compressed(tmp_path, kind)
+    expected = dequantized(tmp_path).state_dict()
+    held = held_by(load_stages(tmp_path, dtype=torch.bfloat16))
+    assert held.keys() == expected.keys()
+    for name, tensor in held.items():
+        assert torch.equal(tensor, expected[name])
+        assert (tensor - full[name]).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("method", ["modelopt", "hqq"])
+def test_what_transformers_cannot_dequantize_is_refused_by_name(method, tmp_path):
+    settings = {"quantization_config": {"quant_method": method, "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=f"quantized by {method}.*fp8.*mxfp4"):
+        dequantizing_settings(tmp_path)
