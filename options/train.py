@@ -451,7 +451,7 @@ def check_attention_device(run: Any, device: str) -> None:
 # pass (docs/streaming.md)
 NOT_STREAMED = (
     *("schedule", "stages_per_rank", "dp_degree", "dp_shard", "partition", "plan"),
-    *("offload_activations", "compile_layers", "quantization"),
+    *("offload_activations", "compile_layers"),
 )
 
 
