@@ -21,6 +21,7 @@ from register import loss_fn_register, reward_register, sim_fn_register
 from stageline.device import sent
 from stageline.errors import DataError, UserError
 from stageline.modules import policy_loss
+from stageline.modules.chunked_loss import ChunkedLogits
 from stageline.modules.losses import (
     IGNORE,
     IS_CHOSEN,
@@ -45,9 +46,9 @@ Samples = Sequence[dict[str, Any]]
 Rewards = list[float | None]
 
 
-@loss_fn_register("sft", "pt", is_token_sum=True, is_cross_entropy=True)
+@loss_fn_register("sft", "pt", is_token_sum=True, reads_by_token=True, is_cross_entropy=True)
 def sft(
-    logits_BTV: torch.Tensor, micro_batch: MicroBatch, *, num_targets: torch.Tensor
+    logits_BTV: torch.Tensor | ChunkedLogits, micro_batch: MicroBatch, *, num_targets: torch.Tensor
 ) -> torch.Tensor:
     """Next-token cross-entropy: the sum over supervised tokens by their number in the whole batch.
 
@@ -57,6 +58,8 @@ def sft(
     Args:
         num_targets: supervised tokens of all micro-batches of the optimizer step together.
     """
+    if isinstance(logits_BTV, ChunkedLogits):
+        return token_losses(logits_BTV, micro_batch).sum() / num_targets
     total = functional.cross_entropy(
         at_least_float32(logits_BTV).flatten(0, 1),
         next_labels(micro_batch).flatten(),

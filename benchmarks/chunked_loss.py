@@ -60,7 +60,7 @@ def make_loss(options: argparse.Namespace, stage: object) -> Callable:
     import torch
 
     from loss_fn import sft
-    from stageline.modules.chunked_loss import ChunkedLoss, LossByToken
+    from stageline.modules.chunked_loss import LossByToken
     from stageline.modules.policy_loss import PolicyOptions, policy_loss, with_stand_ins
 
     def grpo(logits: object, batch: dict, *, num_targets: torch.Tensor) -> torch.Tensor:
@@ -68,10 +68,10 @@ def make_loss(options: argparse.Namespace, stage: object) -> Callable:
         chosen = PolicyOptions(importance_correction="none")
         return policy_loss(logits, with_stand_ins(batch), options=chosen, **counts)[0]
 
-    loss_fn, kind = (sft, ChunkedLoss) if options.loss == "sft" else (grpo, LossByToken)
+    loss_fn = sft if options.loss == "sft" else grpo
     if not options.child:
         return loss_fn
-    return kind(loss_fn, whole=stage.whole, chunk=options.child)
+    return LossByToken(loss_fn, whole=stage.whole, chunk=options.child)
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:

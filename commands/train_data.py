@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from commands import is_first, say
 from commands.stages import texts_of
 from commands.train import RunPlan
-from options.fields import handed_to, spelled
+from options.fields import given_options, handed_to, spelled
 from options.parts import ChosenPart, takes
 from options.train import RunConfig, check_groups, check_warmup
 from parse_args import TrainArguments
@@ -274,7 +274,7 @@ def check_data(config: TrainArguments) -> Data:
     """Build the datasets and refuse bad rows, images and tokenizers; load no model."""
     run, parts = config.run, config.parts
     dataset, collate, loss = (parts[name] for name in ("dataset", "collate_fn", "loss_fn"))
-    if run.logits_chunk:
+    if "logits_chunk" in given_options(run) and run.logits_chunk:  # else as the loss allows
         check_token_sum(loss)
     check_scores(config)
     data = Data(config)

@@ -31,7 +31,7 @@ from commands.train_data import (
     start_weights,
 )
 from options.command_line import with_new_names
-from options.fields import absolute, handed_to, option_fields, spelled
+from options.fields import absolute, given_options, handed_to, option_fields, spelled
 from options.model import learning_rate_scales, method_arguments
 from options.parts import ChosenPart, takes
 from options.train import RunConfig, attention_arguments, check_attention_device, on_resume
@@ -48,6 +48,7 @@ from stageline.data.rows.readers import data_fingerprint
 from stageline.data.text.processor import get_tokenizer, num_token_ids
 from stageline.distributed.process_group import DistributedContext, wait_for_weights
 from stageline.distributed.ranks import Ranks
+from stageline.errors import UserError
 from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
 from stageline.inference.decoding.chain import make_wire
 from stageline.inference.generation import stop_ids_of
@@ -146,13 +147,24 @@ def make_loss_part(part: ChosenPart, **given: Any) -> LossPart:
 
 
 def make_loss(config: TrainArguments, model: Stage) -> LossPart:
-    """Return the loss_fn part; with --logits-chunk over chunks of the hidden states of `model`."""
-    loss = bind_loss(config)
-    chunk = config.run.logits_chunk
-    if chunk and model.is_last:
-        by_token = config.parts["loss_fn"].facts.reads_by_token
-        kind = LossByToken if by_token else ChunkedLoss
+    """Return the loss_fn part; with --logits-chunk over chunks of the hidden states of `model`.
+
+    Logits stay whole, at the default of that option, where the loss or the head needs them so.
+    """
+    loss, facts = bind_loss(config), config.parts["loss_fn"].facts
+    if not model.is_last:
+        return loss
+    chunk = getattr(model, "logits_chunk", 0)
+    if not chunk and config.run.logits_chunk and "logits_chunk" in given_options(config.run):
+        raise UserError(
+            f"the head of {type(model).__name__} can't run over a few tokens alone. Drop "
+            "`logits_chunk`."
+        )
+    if chunk and (facts.reads_by_token or facts.is_token_sum):
+        kind = LossByToken if facts.reads_by_token else ChunkedLoss
         return loss.over(kind(loss.loss_fn, whole=model.whole, chunk=chunk))
+    if chunk:
+        model.logits_chunk = 0
     return loss
 
 

@@ -55,7 +55,9 @@ class MemoryOptions(Options):
     gradient_checkpointing: bool = _stage_option(False, "recompute activations in the backward")
     recompute: RecomputeSettings = mapping(RecomputeSettings)
     offload_activations: bool = _stage_option(False, "keep activations in pinned host memory")
-    logits_chunk: int = _stage_option(0, "tokens per chunk of logits and loss (0 = all)", ge=0)
+    logits_chunk: int = _stage_option(
+        256, "tokens in the loss per chunk of logits (0 = logits of all tokens)", ge=0
+    )
     compile_layers: bool = _stage_option(
         False, "compile each layer with torch.compile", excludes=("--recompute.mode operators",)
     )
@@ -337,7 +339,7 @@ NOT_CHECKED = (
 def for_check(run: Any, **changes: Any) -> Any:
     """Return the options for a split check."""
     fields = option_fields(run)
-    plain = {name: fields[name].default for name in NOT_CHECKED}
+    plain = {name: fields[name].default for name in NOT_CHECKED} | {"logits_chunk": 0}
     return dataclasses.replace(replaced(run, plain), **changes)
 
 
@@ -394,7 +396,7 @@ def memory_remedies(run: RunConfig, *, has_gpu: bool, streams: bool = False) -> 
         "a smaller --streaming.budget": streams and has_gpu,
         "--gradient-checkpointing": not (run.gradient_checkpointing or streams),
         "--dp-shard": (run.dp_degree or 1) > 1 and not run.dp_shard,
-        "--logits-chunk 1024": not (run.logits_chunk or streams),
+        "--logits-chunk 256": not run.logits_chunk,
         "--offload-activations": has_gpu and not (run.offload_activations or streams),
         f"more --num-stages (now {run.num_stages})": True,
         f"a smaller --max-token-num (now {run.max_token_num})": True,
@@ -449,7 +451,7 @@ def check_attention_device(run: Any, device: str) -> None:
 # pass (docs/streaming.md)
 NOT_STREAMED = (
     *("schedule", "stages_per_rank", "dp_degree", "dp_shard", "partition", "plan"),
-    *("offload_activations", "logits_chunk", "compile_layers", "quantization"),
+    *("offload_activations", "compile_layers"),
 )
 
 

@@ -1,8 +1,9 @@
 """The loss over a few tokens at a time: the logits of a whole micro-batch never exist.
 
 The last stage returns hidden states [B, T, H]. Head and loss run over chunks of them, and once more
-in the backward pass. `ChunkedLoss` serves any loss that is a sum over target tokens;
-`ChunkedLogits` one that needs all tokens at once, but of each only a few numbers.
+in the backward pass; what fits into one chunk runs once, as any layer. `ChunkedLogits` serves a
+loss that needs of each token only a few numbers, as cross-entropy does: no logits are made for
+tokens outside of the loss. `ChunkedLoss` serves any other loss that is a sum over target tokens.
 
 Shapes: B samples, T tokens, H hidden size, V vocabulary, C tokens of a chunk (of a `ChunkedLoss`
 and one more), N tokens that are asked about, K numbers of each.
@@ -13,12 +14,13 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from stageline.errors import UserError
+from stageline.modules.lora_layer import linear_sizes
 from stageline.modules.recompute import RandomState
 
 if TYPE_CHECKING:
@@ -48,29 +50,33 @@ class ChunkedLoss:
         self.chunk = chunk
 
     def __call__(
-        self, hidden_BTH: torch.Tensor, micro_batch: MicroBatch, **given: Any
+        self, hidden_BTH: "torch.Tensor | ChunkedLogits", micro_batch: MicroBatch, **given: Any
     ) -> torch.Tensor:
         """The loss of a micro-batch, a scalar; its gradients reach the hidden states and the head.
 
         What is `given` goes to the part: the number of targets, and what else it asks for.
         """
+        logits = on_demand(hidden_BTH, whole=self.whole, chunk=self.chunk)
         loss_fn = functools.partial(self.loss_fn, **given)
 
         def chunks(hidden_BTH: torch.Tensor) -> Iterator[Any]:
             for hidden_BCH, part in slices(hidden_BTH, micro_batch, self.chunk):
                 yield hidden_BCH, lambda logits_BCV, part=part: loss_fn(logits_BCV, part)
 
-        work = _Work(self.whole, chunks, hidden_BTH.device, chunk=self.chunk, is_sum=True)
-        return work(hidden_BTH)
+        work = _Work(logits.whole, chunks, logits.device, chunk=self.chunk, is_sum=True)
+        return work(logits.hidden_BTH)
 
-    def pieces(self, hidden_BTH: torch.Tensor, micro_batch: MicroBatch) -> Iterator[Piece]:
+    def pieces(
+        self, hidden_BTH: "torch.Tensor | ChunkedLogits", micro_batch: MicroBatch
+    ) -> Iterator[Piece]:
         """(logits, micro-batch) of one chunk after the other.
 
         Neighbours share a token, since the logits at one token predict the next: all targets are
         there, each once.
         """
-        head = head_of(self.whole)
-        for hidden_BCH, part in slices(hidden_BTH, micro_batch, self.chunk):
+        logits = on_demand(hidden_BTH, whole=self.whole, chunk=self.chunk)
+        head = head_of(logits.whole)
+        for hidden_BCH, part in slices(logits.hidden_BTH, micro_batch, self.chunk):
             yield head(hidden_BCH), part
 
 
@@ -104,7 +110,9 @@ class ChunkedLogits:
         self,
         function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         labels_BT: torch.Tensor,
-        is_asked_BT: torch.Tensor,
+        is_asked_BT: torch.Tensor | None = None,
+        *,
+        places_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Numbers of each token that is asked about, [B, T, K]; 0 elsewhere.
 
@@ -112,9 +120,14 @@ class ChunkedLogits:
 
         Args:
             function: (logits [C, V], labels [C]) -> [C, K].
-            labels_BT: the token that each token should predict.
+            labels_BT: the token that each token should predict, -100 where there is none.
+            is_asked_BT: default: where there is a label.
+            places_N: these as places among all tokens; to find them, the host would wait for the
+                device.
         """
-        places_N = is_asked_BT.flatten().nonzero().flatten()
+        if places_N is None:
+            is_asked_BT = labels_BT >= 0 if is_asked_BT is None else is_asked_BT
+            places_N = is_asked_BT.flatten().nonzero().flatten()
         labels_N = labels_BT.flatten()[places_N]
         # index_select: its gradient adds up without a sort
         hidden_1NH = self.hidden_BTH.flatten(0, 1).index_select(0, places_N)[None]
@@ -126,8 +139,17 @@ class ChunkedLogits:
 
         work = _Work(self.whole, chunks, self.device, chunk=self.chunk, is_sum=False)
         values_NK = work(hidden_1NH)
-        zeros = values_NK.new_zeros(is_asked_BT.numel(), values_NK.shape[-1])
-        return zeros.index_copy(0, places_N, values_NK).view(*is_asked_BT.shape, -1)
+        zeros = values_NK.new_zeros(labels_BT.numel(), values_NK.shape[-1])
+        return zeros.index_copy(0, places_N, values_NK).view(*labels_BT.shape, -1)
+
+
+def on_demand(
+    output: torch.Tensor | ChunkedLogits, *, whole: "PreTrainedModel | None", chunk: int
+) -> ChunkedLogits:
+    """Return the hidden states of a last stage as logits; a streamed stage returns these itself."""
+    if isinstance(output, ChunkedLogits):
+        return output
+    return ChunkedLogits(output, whole=whole, chunk=chunk)
 
 
 class LossByToken:
@@ -138,9 +160,11 @@ class LossByToken:
     ) -> None:
         head_of(whole)
         self.loss_fn = loss_fn
-        self.logits_of = functools.partial(ChunkedLogits, whole=whole, chunk=chunk)
+        self.logits_of = functools.partial(on_demand, whole=whole, chunk=chunk)
 
-    def __call__(self, hidden_BTH: torch.Tensor, micro_batch: MicroBatch, **given: Any) -> Any:
+    def __call__(
+        self, hidden_BTH: torch.Tensor | ChunkedLogits, micro_batch: MicroBatch, **given: Any
+    ) -> Any:
         """Return the result of the part; see `ChunkedLoss`."""
         return self.loss_fn(self.logits_of(hidden_BTH), micro_batch, **given)
 
@@ -222,6 +246,26 @@ def head_of(whole: "PreTrainedModel | None") -> Head:
     return Head(headed, stub)
 
 
+@torch.no_grad()
+def runs_alone(whole: "PreTrainedModel | None", *, dtype: torch.dtype) -> bool:
+    """Whether a model's head gives for a few hidden states what it gives for them among others."""
+    try:
+        weight = next(head_of(whole).parameters())
+        sizes = linear_sizes(cast(Any, whole).get_output_embeddings())
+        hidden_BTH = torch.linspace(-1, 1, 8 * sizes[0], dtype=dtype, device=weight.device)
+        hidden_BTH = hidden_BTH.sin().view(2, 4, sizes[0])
+        head, is_training = head_of(whole), cast(Any, whole).training
+        head.eval()
+        all_BTV, some_1TV = head(hidden_BTH), head(hidden_BTH[1:, [3, 1]])
+        head.train(is_training)
+        if weight.is_meta:
+            return all_BTV.shape[:2] == (2, 4)
+        apart = (some_1TV - all_BTV[1:, [3, 1]]).abs().max()
+        return all_BTV.shape[:2] == (2, 4) and bool(apart <= 0.02 * all_BTV.abs().max())
+    except Exception:  # foreign code, written for a whole model
+        return False
+
+
 class _Work:
     """Work over the logits of a micro-batch: once forward, once more for the backward pass.
 
@@ -250,6 +294,9 @@ class _Work:
         self.hidden_grad: torch.Tensor | None = None
 
     def __call__(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
+        is_one = len(list(self.chunks(hidden_BTH))) == 1
+        if is_one or not torch.is_grad_enabled():  # to run the head again would save nothing
+            return self.run(hidden_BTH)
         made = _HiddenGradients.apply(self, hidden_BTH)
         if made.grad_fn is not None:
             self.hidden_node = weakref.ref(made.grad_fn)

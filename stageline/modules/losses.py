@@ -9,8 +9,10 @@ import torch
 from torch.nn import functional
 
 from stageline.errors import UserError
+from stageline.modules.chunked_loss import ChunkedLogits
 
 IGNORE = -100
+TARGETS = "loss_targets"  # [N], see `target_places`
 MicroBatch = Mapping[str, torch.Tensor]
 
 
@@ -19,8 +21,19 @@ def next_labels(micro_batch: MicroBatch) -> torch.Tensor:
     return functional.pad(micro_batch["labels"], (0, 1), value=IGNORE)[:, 1:]
 
 
-def token_losses(logits_BTV: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+def target_places(micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+    """Return the places of tokens in the loss among all tokens, [N], for `token_losses`."""
+    if "labels" not in micro_batch:
+        return {}
+    return {TARGETS: (next_labels(micro_batch) != IGNORE).flatten().nonzero().flatten()}
+
+
+def token_losses(logits_BTV: torch.Tensor | ChunkedLogits, micro_batch: MicroBatch) -> torch.Tensor:
     """Next-token cross-entropy of each token in float32, [B, T]; 0 outside of the loss."""
+    if isinstance(logits_BTV, ChunkedLogits):
+        labels_BT = next_labels(micro_batch)
+        places_N = micro_batch.get(TARGETS)
+        return logits_BTV.by_token(_losses_of, labels_BT, places_N=places_N)[..., 0]
     losses = functional.cross_entropy(
         at_least_float32(logits_BTV).flatten(0, 1),
         next_labels(micro_batch).flatten(),
@@ -28,6 +41,23 @@ def token_losses(logits_BTV: torch.Tensor, micro_batch: MicroBatch) -> torch.Ten
         reduction="none",
     )
     return losses.view(logits_BTV.shape[:2])
+
+
+def likeliest(logits_BTV: torch.Tensor | ChunkedLogits, micro_batch: MicroBatch) -> torch.Tensor:
+    """Return the token with the largest logit, [B, T]; in chunks only for tokens in the loss."""
+    if isinstance(logits_BTV, ChunkedLogits):
+        return logits_BTV.by_token(
+            lambda logits_NV, _: logits_NV.argmax(dim=-1, keepdim=True),
+            next_labels(micro_batch),
+            places_N=micro_batch.get(TARGETS),
+        )[..., 0]
+    return logits_BTV.argmax(dim=-1)
+
+
+def _losses_of(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy of each token, [N, 1]."""
+    losses_N = functional.cross_entropy(at_least_float32(logits_NV), labels_N, reduction="none")
+    return losses_N[:, None]
 
 
 # which loss asks for what a run adds, and what to do where it is missing

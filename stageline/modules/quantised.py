@@ -6,10 +6,11 @@ A filled stage is quantised one linear layer after the other, so both forms exis
 vision tower stay as they are.
 """
 
+import copy
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -90,6 +91,61 @@ def base_bytes(layers: Iterable[nn.Module]) -> int:
             if getattr(module, "is_quantised", False) or type(module) is nn.Linear:
                 total += sum(tensor.untyped_storage().nbytes() for tensor in _stored(module))
     return total
+
+
+def make_scales_parameters(
+    module: nn.Module, codes: dict[bytes, nn.Parameter]
+) -> list[nn.Parameter]:
+    """Make the tensors that bitsandbytes keeps next to its packed weights parameters, in place.
+
+    They are scales and code books. So whoever moves parameters moves them too; no module has them.
+
+    Args:
+        codes: code books by their contents, which layers then share.
+    """
+    made: list[nn.Parameter] = []
+    for child in module.modules():
+        for weight in child._parameters.values():
+            holder: Any = getattr(weight, "quant_state", None)
+            if hasattr(weight, "CB"):
+                holder, state = weight, cast(Any, child).state
+                # a first pass moves these two from the weight to the layer
+                holder.SCB = state.SCB if holder.SCB is None else holder.SCB
+                holder.CB, state.CB, state.SCB = holder.data, None, None
+            while holder is not None:
+                for name in ("absmax", "offset", "code", "SCB"):
+                    value = holder.__dict__.get(name)
+                    if isinstance(value, torch.Tensor):
+                        parameter = nn.Parameter(value, requires_grad=False)
+                        if name == "code":
+                            key = value.cpu().numpy().tobytes()
+                            parameter = codes.setdefault(key, parameter)
+                        setattr(holder, name, parameter)
+                        made.append(parameter)
+                holder = getattr(holder, "state2", None)
+    return made
+
+
+def placed(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
+    """Return a weight, or what a layer of bitsandbytes keeps, on another device.
+
+    Args:
+        tensors: what is there already, by the id of the parameter here.
+    """
+    if isinstance(value, torch.Tensor):
+        there = tensors.get(id(value), value)
+        if type(value) in (torch.Tensor, nn.Parameter) or there is value:
+            return there
+        weight = torch.Tensor._make_subclass(type(value), there, False)
+        weight.__dict__.update({name: placed(own, tensors) for name, own in vars(value).items()})
+        if getattr(value, "CB", None) is not None:
+            weight.CB = there
+        return weight
+    if not type(value).__module__.startswith("bitsandbytes.") or isinstance(value, nn.Module):
+        return value
+    twin = copy.copy(value)
+    twin.__dict__.update({name: placed(own, tensors) for name, own in vars(value).items()})
+    return twin
 
 
 def _stored(module: nn.Module) -> list[torch.Tensor]:

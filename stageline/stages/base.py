@@ -276,6 +276,10 @@ class StageModel(Stage):
         """
         return self.get_example_input(*batch["input_ids"].shape)
 
+    def head_runs_alone(self) -> bool:
+        """Whether the loss can run the head over a few hidden states, as `logits_chunk` asks."""
+        return False
+
     def host_facts(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return more entries for a micro-batch, made on the host, the same on all stages."""
         return {}
@@ -448,7 +452,8 @@ class StageModel(Stage):
         source = None if is_bare else WeightSource(checkpoint_path, seed, device, dtype)
         fill_stage(model, source, new_rows=new_rows, neftune_alpha=neftune_alpha)
         methods.finish(model, facts)
-        model.logits_chunk = logits_chunk
+        if logits_chunk and model.is_last and model.head_runs_alone():
+            model.logits_chunk = logits_chunk
         # from the inside out: what is compiled can be recomputed, what that keeps be offloaded
         if compile_layers:
             recompute.compile_layers(model.layer_list())

@@ -32,6 +32,8 @@ from stageline.model_folder import (
     rope_parameters,
     short_length,
 )
+from stageline.modules.chunked_loss import runs_alone
+from stageline.modules.losses import target_places
 from stageline.modules.router_records import recording_routers, watch_routers
 from stageline.pipeline.topology import layer_range, no_tower
 from stageline.stages.base import StageModel
@@ -217,7 +219,7 @@ class CausalLMStage(Spliced, StageModel):
         return {name: value for name, value in batch.items() if name not in others}
 
     def host_facts(self, batch: Batch) -> Batch:
-        return row_lengths(batch)
+        return {**row_lengths(batch), **target_places(batch)}
 
     def get_example_input(self, micro_batch_size: int, max_token_num: int | None = None) -> Tensors:
         if self.is_first:
@@ -285,6 +287,9 @@ class CausalLMStage(Spliced, StageModel):
     @property
     def short_length(self) -> int | None:
         return short_length(self.text_config)
+
+    def head_runs_alone(self) -> bool:
+        return runs_alone(self.whole, dtype=self.dtype)
 
     @property
     def runs_head(self) -> bool:
@@ -359,6 +364,7 @@ class RewardStage(CausalLMStage):
     is_tied = False
     gives_scores = True
     runs_head = False  # the forward of transformers would pick the last token by its id
+    head_runs_alone = StageModel.head_runs_alone  # it gives scores
     # output layers of a language model; older folders of gpt_neox have the second name
     unused_names = ("lm_head.", "embed_out.")
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from stageline.device import accelerators, available_memory, is_accelerator, pinned_block
 from stageline.errors import UserError
+from stageline.modules.quantised import make_scales_parameters, placed
 
 ALIGNMENT = 256  # bytes; what kernels and copies like
 PAGE = 4096  # bytes that are pinned at once
@@ -138,9 +139,11 @@ class HostWeights:
 def make_host_weights(layers: Iterable[nn.Module]) -> list[HostWeights]:
     """Host weights of each layer; a parameter of several layers has one home."""
     homes: dict[int, Home] = {}
+    codes: dict[bytes, nn.Parameter] = {}
     hosted_layers = []
     for layer in layers:
-        own = [homes.setdefault(id(each), Home(each)) for each in layer.parameters()]
+        values = dict.fromkeys((*layer.parameters(), *make_scales_parameters(layer, codes)))
+        own = [homes.setdefault(id(each), Home(each)) for each in values]
         hosted_layers.append(HostWeights(layer, own, list(layer.buffers())))
     return hosted_layers
 
@@ -252,6 +255,8 @@ def make_pages(
         values = [home.parameter.detach() for home in homes]
         for home, view, value in zip(homes, page_views(values), values, strict=True):
             home.parameter.data = view.copy_(value)
+            if hasattr(home.parameter, "CB"):  # int8: the same memory under another name
+                home.parameter.CB = home.parameter.data
 
 
 def _register(values: Sequence[torch.Tensor]) -> list[Run]:
@@ -305,7 +310,7 @@ def _twin(module: nn.Module, tensors: Mapping[int, torch.Tensor], made: dict[int
     twin = made[id(module)] = module.__class__.__new__(module.__class__)
     own = dict(module.__dict__)
     for kind in ("_parameters", "_buffers"):
-        own[kind] = {name: tensors.get(id(value), value) for name, value in own[kind].items()}
+        own[kind] = {name: placed(value, tensors) for name, value in own[kind].items()}
     own["_modules"] = {
         name: None if child is None else _twin(child, tensors, made)
         for name, child in own["_modules"].items()
@@ -313,7 +318,9 @@ def _twin(module: nn.Module, tensors: Mapping[int, torch.Tensor], made: dict[int
     if "_flat_weights_names" in own:  # recurrent layers keep a list of their weights
         names = own["_flat_weights_names"]
         own["_flat_weights"] = [own["_parameters"].get(name) for name in names]
-    twin.__dict__.update({name: _rebound(value, made) for name, value in own.items()})
+    twin.__dict__.update(
+        {name: placed(_rebound(value, made), tensors) for name, value in own.items()}
+    )
     for name, value in own.items():
         # another module over the same children: a stage model keeps the whole model it came from
         if isinstance(value, nn.Module) and value._modules is module._modules:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stageline.modules.chunked_loss import ChunkedLogits
 from stageline.modules.layer_seeds import LayerSeeds
 from stageline.pipeline.plan import Action, Kind, grad_flow
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
@@ -137,7 +138,12 @@ class StreamedCall:
         batch = self.batch(index, came[0].device, with_pixels=is_first)
         with self.recorder.span(Action(stage.stage, Kind.FORWARD, index)):
             self.seeds.start(stage, index)
-            made = stage(*came, **model_inputs(batch))
+            made: Any = stage(*came, **model_inputs(batch))
+        if is_last and (chunk := getattr(stage, "logits_chunk", 0)):
+            # the head's weights are on this device as long as the stage is
+            first, *extra = made if isinstance(made, tuple) else (made,)
+            logits: Any = ChunkedLogits(first, whole=stage.whole, chunk=chunk)
+            made = (logits, *extra) if extra else logits
         if is_last and self.on_output is not None:
             self.on_output(made, batch)
             return ()

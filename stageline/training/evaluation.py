@@ -16,7 +16,8 @@ from stageline.checkpoint.writer import remove_checkpoint
 from stageline.data.batches.batch import IGNORE
 from stageline.distributed.ranks import Ranks
 from stageline.errors import DataError, UserError, spelled
-from stageline.modules.chunked_loss import ChunkedLoss
+from stageline.modules.chunked_loss import ChunkedLoss, LossByToken
+from stageline.modules.losses import likeliest
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.training.loss_part import LossPart, Output, logits_of
 from stageline.training.replicas import Replicas
@@ -66,7 +67,8 @@ def evaluate(
     Args:
         batches: lists of micro-batches of this replica; rows without a label weigh nothing.
             `loss_rows` [B] has the row of the dataset; without it they come in its order.
-        loss_fn: a loss_fn part, or a `ChunkedLoss` where the last stage gives hidden states.
+        loss_fn: a loss_fn part, or a `ChunkedLoss` or `LossByToken` around one where the last
+            stage gives hidden states.
         keep: rows whose predicted tokens are returned; of a row that comes twice, the first.
         prepare: adds to the micro-batches what the loss needs besides, on all ranks.
 
@@ -74,7 +76,7 @@ def evaluate(
         DataError: no row has a supervised token.
     """
     replicas, part = replicas or Replicas(), LossPart.of(loss_fn)
-    chunked = part.loss_fn if isinstance(part.loss_fn, ChunkedLoss) else None
+    chunked = part.loss_fn if isinstance(part.loss_fn, ChunkedLoss | LossByToken) else None
     if chunked is not None:
         part = part.over(chunked.loss_fn)
     hits, counts = 0, Counter(dict.fromkeys(part.counts, 0))
@@ -91,14 +93,16 @@ def evaluate(
         if not bool(is_target.any()):
             return
         found, logits = [], logits_of(output)
-        pieces: Iterable[tuple[torch.Tensor, MicroBatch]] = [(logits, batch)]
-        if chunked is not None:
+        pieces: Iterable[tuple[Any, MicroBatch]] = [(logits, batch)]
+        if isinstance(chunked, LossByToken):
+            pieces = [(chunked.logits_of(logits), batch)]
+        elif chunked is not None:
             pieces = chunked.pieces(logits, batch)
         for logits, piece in pieces:
             for name, by_count in part.sums(logits, piece, step=step).items():
                 for count, value in by_count.items():
                     sums[name, count] += value.item()
-            found.append(logits[:, :-1].argmax(dim=-1))
+            found.append(likeliest(logits, piece)[:, :-1])
         counts.update(part.count([batch]))
         if part.predicts_tokens:
             guesses = torch.cat(found, dim=1)

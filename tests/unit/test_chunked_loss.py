@@ -97,8 +97,10 @@ def test_it_equals_the_library(family, tied):
         count = torch.tensor(7.0, dtype=dtype)
         expected = library_loss(whole, inputs, batch["labels"]) / count
         expected.backward()
-        for chunk in (1, 4, 13, 100):
-            loss_fn = chunked(stage, chunk=chunk)
+        kinds = (LossByToken, LossByToken, ChunkedLoss)
+        for kind, chunk in zip(kinds, (1, 4, 4), strict=True):
+            stage.logits_chunk = chunk
+            loss_fn = kind(sft, whole=stage.whole, chunk=chunk)
             loss = loss_fn(stage(batch["input_ids"], **inputs), batch, num_targets=count)
             loss.backward()
             torch.testing.assert_close(loss, expected, rtol=TOLERANCE[dtype], atol=0.0)
@@ -251,14 +253,16 @@ def test_losses_over_answers(loss_type, learnt):
 
 
 @pytest.mark.parametrize("kind", ["all", "frozen head", "head alone"])
-def test_two_walks_of_a_loss_over_answers(kind):
-    expected = run(last_stage(kind), plain_backward, loss_fn=answers)
-    stage = last_stage(kind)
-    ours = run(stage, split_backward, loss_fn=by_token(stage, answers))
-    assert_close(ours[1], expected[1], torch.float64)
+def test_two_walks_of_a_loss_by_token(kind):
+    for part, chunk in ((answers, 4), (sft, 4), (sft, 100)):
+        expected = run(last_stage(kind), plain_backward, loss_fn=part)
+        stage = last_stage(kind)
+        ours = run(stage, split_backward, loss_fn=by_token(stage, part, chunk))
+        assert_close(ours[1], expected[1], torch.float64)
 
 
-def test_the_head_runs_over_learnt_tokens_alone():
+def test_the_head_runs_over_tokens_in_the_loss():
+    """A single chunk runs once; several run again in the backward pass."""
     stage = last_stage("all")
     lengths = []
     stage.whole.lm_head.register_forward_hook(lambda m, args, out: lengths.append(out.shape[1]))
@@ -267,7 +271,11 @@ def test_the_head_runs_over_learnt_tokens_alone():
     run(stage, plain_backward, loss_fn=by_token(stage, answers, 100))
     part = functools.partial(answers, learnt=(False, True))
     run(stage, plain_backward, loss_fn=by_token(stage, part, 100))
-    assert lengths == [sum(counts)] * 2 + [counts[1]] * 2 and counts[0] > 0
+    run(stage, plain_backward, loss_fn=by_token(stage, sft, 100))
+    assert lengths == [sum(counts), counts[1], sum(counts)] and counts[0] > 0
+    lengths.clear()
+    run(stage, plain_backward, loss_fn=by_token(stage, sft, sum(counts) - 1))
+    assert lengths == [sum(counts) - 1, 1] * 2
 
 
 def test_log_probabilities_before_a_step_are_those_of_the_step():

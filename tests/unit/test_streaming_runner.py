@@ -18,13 +18,17 @@ from options.train import RunConfig
 from pp_models import CausalLMStage, stage_class_of
 from prompt_fn import auto, fill
 from stageline.checkpoint.load import load_split_model
+from stageline.modules.chunked_loss import LossByToken
+from stageline.modules.quantised import Quantization, _stored, base_bytes, quantise_layers
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.seeds import derive_seed, seed_host
+from stageline.streaming.host_weights import shell_of
 from stageline.streaming.lanes import Lane
 from stageline.streaming.plan import Plan, costs_of
 from stageline.streaming.runner import StreamingRunner, even_plan
 from stageline.training.evaluation import evaluate
+from stageline.training.loss_part import LossPart
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.precision import MasterWeights
 from stageline.training.step import TrainStep
@@ -59,7 +63,7 @@ def save_whole(family, folder, **overrides):
     tiny_whole(family, folder, **overrides)
 
 
-def stages_of(family, folder, *, recomputes=False, **options):
+def stages_of(family, folder, *, recomputes=False, chunk=0, quantization=None, **options):
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = stage_class_of(family) if family in VISION_LANGUAGE else CausalLMStage
     stages = []
@@ -67,6 +71,10 @@ def stages_of(family, folder, *, recomputes=False, **options):
         model = kind(config, stage=stage, num_stages=NUM_STAGES, **options)
         load_split_model(model, folder, device="cpu", dtype=torch.float32)
         model.frozen()
+        model.logits_chunk = chunk
+        if quantization is not None:
+            layers = [layer for _, layer in model.layer_list()]
+            quantise_layers(layers, quantization, dtype=torch.float32, device="cpu")
         if recomputes:  # puts functions in the place of the layers' forward
             model.enable_gradient_checkpointing()
         stages.append(model.train())
@@ -85,10 +93,14 @@ def make_optimizer(parameters):
 
 def train(runner, family, num_steps=3):
     """Train; return the records of each step and of an evaluation, and all weights."""
+    last = runner.local.models[-1]
+    loss_fn = sft
+    if last.logits_chunk:
+        loss_fn = LossPart(LossByToken(sft, whole=last.whole, chunk=last.logits_chunk))
     train_step = TrainStep(
         runner,
         make_optimizer=make_optimizer,
-        loss_fn=sft,
+        loss_fn=loss_fn,
         learning_rate=lambda step: 1e-2 / (1 + step),
         max_grad_norm=0.5,
         make_weights=getattr(runner, "make_weights", MasterWeights),
@@ -98,7 +110,7 @@ def train(runner, family, num_steps=3):
     for step in range(num_steps):
         result = train_step(batches, step=step)
         told.append((result.loss, result.extra_loss, result.grad_norm))
-    found = evaluate(runner, [batches], loss_fn=sft, keep=4)
+    found = evaluate(runner, [batches], loss_fn=loss_fn, keep=4)
     assert runner.local.models[0].training, "an evaluation leaves dropout as it was"
     weights = {name: p.detach().clone() for name, p in runner.local.named_parameters().items()}
     return told, (found.loss, found.predicted), weights
@@ -118,7 +130,10 @@ def streamed(stages, **options):
 CASES = {
     "llama": ("llama", {}, {}),
     "lora": ("llama", {}, LORA),
-    "recomputed": ("llama", {}, {"recomputes": True}),
+    "recomputed": ("llama", {}, {"recomputes": True, "chunk": 3}),
+    "nf4": ("llama", {}, {**LORA, "quantization": Quantization("nf4"), "chunk": 3}),
+    "nf4 double": ("mixtral", {}, {**LORA, "quantization": Quantization("nf4", double=True)}),
+    "int8": ("llama", {}, {**LORA, "quantization": Quantization("int8")}),
     "experts": ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.5}, {}),
     "deepstack": ("qwen3_vl", {}, {}),
     "images": ("llava", {}, {"frozen_vit": True}),
@@ -137,6 +152,29 @@ def test_equals_the_pipeline_to_the_bit(case, tmp_path):
         assert torch.equal(made[2][name], weight), name
     losses = [loss for loss, *_ in made[0]]
     assert len(set(losses)) == len(losses), "nothing was learnt"
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_few_bit_layer_takes_its_packed_bytes(kind, tmp_path):
+    save_whole("llama", tmp_path)
+    models = stages_of("llama", tmp_path, **LORA, quantization=Quantization(kind))
+    packed = [base_bytes([layer for _, layer in model.layer_list()]) for model in models]
+    runner = streamed(models)
+    costs = costs_of(runner.pipe._hosted_layers)
+    plain = costs_of(streamed(stages_of("llama", tmp_path, **LORA)).pipe._hosted_layers)
+    for stage in (1, 2):  # the others have embeddings or a head
+        hosted = runner.pipe._hosted_layers[stage]
+        values = [home.parameter.detach() for home in hosted.homes]
+        own = models[stage].parameters()
+        others = sum(value.nbytes for value in own if not hasattr(value, "num_weights"))
+        held = sum(value.nbytes for value in values) - others
+        assert packed[stage] <= held <= packed[stage] + 64, "a book of 16 codes"
+        assert costs[stage].weight_bytes < plain[stage].weight_bytes
+
+        copies = {id(home.parameter): home.parameter.detach().clone() for home in hosted.homes}
+        shell = shell_of(hosted.layer, copies)
+        there = {value.data_ptr() for module in shell.modules() for value in _stored(module)}
+        assert there and there.isdisjoint(value.data_ptr() for value in values)
 
 
 @pytest.fixture(scope="module")
