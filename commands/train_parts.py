@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 from commands import say
 from commands.stages import StageBuilder, dtype_of, family_key
@@ -65,7 +66,13 @@ from stageline.planner.planner import Planner, place_together
 from stageline.seeds import host_state_kept, seed_everything
 from stageline.stage import Stage
 from stageline.stages.packing import check_packing
-from stageline.training.distillation import OwnAnswers, Teacher, TeacherStages
+from stageline.training.distillation import (
+    OwnAnswers,
+    Teacher,
+    TeacherServer,
+    TeacherStages,
+    TeacherTable,
+)
 from stageline.training.loss_part import LossPart, StepLoss
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.part_checks import (
@@ -563,22 +570,25 @@ class TrainingParts:
 
     def make_teacher(self, context: DistributedContext, runner: PipelineRunner) -> Teacher | None:
         """Return what adds the teacher's distributions to micro-batches; None: no loss asks."""
-        run = self.config.run
+        run, own, rows = self.config.run, self.config.run.teacher, self.data.train
         if not self.config.parts["loss_fn"].facts.needs_teacher:
             return None
+        if own.url:
+            return Teacher(runner, TeacherServer(runner, own.url, top_k=own.top_k, model=own.model))
+        if own.table:
+            numbers = rows.indices if isinstance(rows, Subset) else None
+            return Teacher(runner, TeacherTable(runner, own.table, rows=numbers))
         builder = teacher_builder(self.config)
         builder.verify(run.prove_split, ranks=Ranks.of(None), say=say)
-        ranks = Ranks.of(context.pp_group)
         stages_here = list(self.config.topology.schedule.stages_of(context.pp_rank))
-        builder.check_names(stages_here, ranks=ranks, checkpoint=run.teacher.path)
-        stages = []
+        builder.check_names(stages_here, ranks=Ranks.of(context.pp_group), checkpoint=own.path)
         with host_state_kept():
-            for stage in stages_here:
-                stages.append(builder.build(stage, device=context.device).requires_grad_(False))
-        wait_for_weights(run.teacher.path)
-        return Teacher(
-            runner, TeacherStages(self.make_runner(stages, context), top_k=run.teacher.top_k)
-        )
+            stages = [
+                builder.build(stage, device=context.device).requires_grad_(False)
+                for stage in stages_here
+            ]
+        wait_for_weights(own.path)
+        return Teacher(runner, TeacherStages(self.make_runner(stages, context), top_k=own.top_k))
 
     def _build_stage(
         self,

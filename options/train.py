@@ -115,7 +115,22 @@ class TeacherSettings(Options):
     """Fine-tuning: distillation"""
 
     path: str | None = model_option(
-        None, "teacher model, frozen, in as many stages", excludes=("--teacher.url",)
+        None,
+        "teacher model, frozen, in as many stages",
+        excludes=("--teacher.url", "--teacher.table"),
+    )
+    url: str | None = option(
+        None,
+        "teacher behind a completions server with echo and logprobs, http://127.0.0.1:8000/v1",
+        needs=("--teacher.top_k 5",),
+        excludes=("--teacher.table",),
+    )
+    model: str = option("teacher", "name of the model there", needs=("--teacher.url URL",))
+    table: str | None = option(
+        None,
+        "safetensors file with the likeliest tokens of each row",
+        is_path=True,
+        excludes=("--teacher.lmbda", "--teacher.top_k"),
     )
     top_k: int = option(0, "likeliest tokens to keep, the rest lumped into one (0 = all)", ge=0)
     lmbda: float = option(
@@ -559,10 +574,13 @@ def check_teacher(run: Any, parts: Any) -> None:
         if given:
             raise OptionError(f"{given[0]} requires --loss-fn distill. Add it or drop {given[0]}.")
         return
-    if own.path is None:
+    if not (own.path or own.url or own.table):
         raise OptionError(
-            f"--loss-fn {loss.key} requires a teacher. Add --teacher.path with a model folder."
+            f"--loss-fn {loss.key} requires a teacher. Add --teacher.path with a model folder, "
+            "--teacher.url or --teacher.table."
         )
+    if own.table and run.eval_samples != 0:
+        raise OptionError("--teacher.table has only training rows. Add --eval-samples 0.")
     if not own.lmbda:
         return
     others = set(given_options(run.rollouts)) - set(OF_OWN_ANSWERS)

@@ -1,17 +1,23 @@
 """Distill a teacher into the model that trains: the teacher's distributions, and own answers.
 
 A teacher adds its next-token distributions to the micro-batches of a step, for a loss that compares
-(`needs_teacher`); only the rank of the last stage has them. `OwnAnswers` replaces a share of the
+(`needs_teacher`); only the rank of the last stage has them. It is frozen stages of the pipeline, a
+server, or a table. `OwnAnswers` replaces a share of the
 rows' answers by completions of the stages (on-policy distillation, Agarwal et al. 2024).
 
 Shapes: B rows, T tokens, N supervised tokens of a micro-batch, V vocabulary, K likeliest tokens.
 """
 
+import json
 import random
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.error import HTTPError
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from stageline import progress
 from stageline.data.batches.batch import MicroBatch
@@ -93,6 +99,119 @@ class TeacherStages:
 
         told = StepProgress(device=self.runner.device, forward="teacher")
         self.runner.evaluate(batches, on_output=take, recorder=told)
+        return found
+
+
+def samples_of(batch: MicroBatch) -> Iterator[tuple[int, slice]]:
+    """Yield (row, tokens) of each sample of a micro-batch, of several in a row too."""
+    for row, mask_T in enumerate(batch["attention_mask"]):
+        numbers_T = batch["sample_ids"][row] if "sample_ids" in batch else mask_T - 1
+        for number in range(int(numbers_T.max()) + 1):
+            places = (numbers_T == number).nonzero().flatten().tolist()
+            yield row, slice(places[0], places[-1] + 1)
+
+
+class TeacherServer:
+    """The likeliest tokens that a server's model predicts: completions with `echo` and `logprobs`.
+
+    Only the rank of the last stage asks, with token ids, many samples at a time.
+
+    Args:
+        url: address up to /v1.
+        top_k: tokens of each distribution; the server limits it.
+        seconds: timeout of a request.
+
+    Raises:
+        UserError: the server does not answer, or not with token ids.
+    """
+
+    def __init__(
+        self, runner: PipelineRunner, url: str, *, top_k: int, model: str, seconds: float = 300.0
+    ) -> None:
+        self.runner, self.url, self.top_k = runner, url.rstrip("/") + "/completions", top_k
+        self.model, self.seconds = model, seconds
+
+    def __call__(self, batches: Sequence[MicroBatch]) -> list[Distributions]:
+        if not holds_last_stage(self.runner):
+            return []
+        asked = [[batch["input_ids"][at].tolist() for at in samples_of(batch)] for batch in batches]
+        with ThreadPoolExecutor(16) as pool:
+            answers = pool.map(self._ask, [ids for rows in asked for ids in rows])
+            return [self._of_batch(batch, answers) for batch in batches]
+
+    def _of_batch(self, batch: MicroBatch, answers: Iterator[list[Any]]) -> Distributions:
+        is_target_BT, found = next_labels(batch) != IGNORE, []
+        for row, tokens in samples_of(batch):
+            tops = next(answers)[1:]  # the distribution of a token is that at the place before it
+            is_asked = is_target_BT[row, tokens].tolist()
+            found += [top for top, is_one in zip(tops, is_asked, strict=False) if is_one]
+        values = torch.tensor([[value for _, value in one] for one in found])
+        ids = torch.tensor([[token for token, _ in one] for one in found], dtype=torch.long)
+        return values.view(-1, self.top_k), ids.view(-1, self.top_k)
+
+    def _ask(self, ids: list[int]) -> list[list[tuple[int, float]]]:
+        """Return (token, log-probability) of the likeliest tokens at each place but the first."""
+        body = {"model": self.model, "prompt": ids, "max_tokens": 0, "echo": True, "temperature": 0}
+        body |= {"logprobs": self.top_k, "return_tokens_as_token_ids": True}
+        request = urllib.request.Request(
+            self.url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self.seconds) as reply:
+                tops = json.load(reply)["choices"][0]["logprobs"]["top_logprobs"]
+            found = [
+                sorted(
+                    ((int(name.removeprefix("token_id:")), value) for name, value in one.items()),
+                    key=lambda pair: -pair[1],
+                )[: self.top_k]
+                for one in (top or {} for top in tops)
+            ]
+            if len(found) != len(ids) or any(len(one) < self.top_k for one in found[1:]):
+                raise ValueError(f"fewer than {self.top_k} tokens at a place")
+            return found
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            told = error.read().decode() if isinstance(error, HTTPError) else error
+            raise UserError(
+                f"the teacher at {self.url} gave no log-probabilities of {self.top_k} token ids "
+                f"({told}). Use a server of the same tokenizer that takes echo, logprobs and "
+                "return_tokens_as_token_ids, and a `teacher.top_k` that it allows."
+            ) from error
+
+
+class TeacherTable:
+    """Likeliest tokens from a safetensors file: `N.ids` and `N.log_probs` [tokens, K] of row N.
+
+    Args:
+        rows: the row in the dataset file of each row of the dataset; None: the same.
+
+    Raises:
+        UserError: the file has no such row, or of another number of supervised tokens.
+    """
+
+    def __init__(self, runner: PipelineRunner, path: str, *, rows: Sequence[int] | None) -> None:
+        self.runner, self.path, self.rows = runner, path, rows
+
+    def __call__(self, batches: Sequence[MicroBatch]) -> list[Distributions]:
+        found: list[Distributions] = []
+        with safe_open(self.path, framework="pt") as file:
+            for batch in batches if holds_last_stage(self.runner) else ():
+                is_target_BT, parts = next_labels(batch) != IGNORE, []
+                numbers = batch[numbers_of(batch)].tolist()
+                for number, (row, tokens) in zip(numbers, samples_of(batch), strict=True):
+                    own = number if self.rows is None else self.rows[number]
+                    count = int(is_target_BT[row, tokens].sum())
+                    try:
+                        part = [file.get_tensor(f"{own}.{name}") for name in ("log_probs", "ids")]
+                    except SafetensorError:
+                        part = []
+                    if [len(one) for one in part] != [count, count]:
+                        raise UserError(
+                            f"{self.path} has no distributions for the {count} supervised tokens "
+                            f"of row {own}. Write {own}.ids and {own}.log_probs with {count} rows."
+                        )
+                    parts.append(part)
+                values, ids = (torch.cat(list(one)) for one in zip(*parts, strict=True))
+                found.append((values, ids.long()))
         return found
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from register import (
@@ -39,6 +40,17 @@ def train(job, name, *options, **more):
 
 def tensors(job, name):
     return saved_tensors(job.folder / name / "checkpoints" / "step-00000004")
+
+
+def collated(rows, numbers):
+    """Return rows of the job's file as one micro-batch."""
+    tokenizer = tiny_tokenizer()
+    return as_collate_part(collate_fn_register["sft"])(
+        [rows[row] for row in numbers],
+        **{"prompt": prompt_register["question"], "prompt_fn": prompt_fn_register["fill"]},
+        **{"image_token": image_token_register["none"], "processor": tokenizer, "stage": 0},
+        **{"pad_token_id": tokenizer.pad_token_id, "max_token_num": 64, "num_stages": 1},
+    )
 
 
 def assert_same(job, name):
@@ -83,13 +95,7 @@ def test_the_loss_is_the_divergence_of_the_two_whole_models(job):
     options = ("--eval-samples", "all", "--total-steps", 1, "--save-steps", 0)
     train(job, "whole", *options, "--loss-fn.beta", 0.3)
     rows = dataset_register["jsonl"](dataset_path=str(job.rows), split="test")
-    tokenizer = tiny_tokenizer()
-    batch = as_collate_part(collate_fn_register["sft"])(
-        [rows[row] for row in range(len(rows))],
-        **{"prompt": prompt_register["question"], "prompt_fn": prompt_fn_register["fill"]},
-        **{"image_token": image_token_register["none"], "processor": tokenizer, "stage": 0},
-        **{"pad_token_id": tokenizer.pad_token_id, "max_token_num": 64, "num_stages": 1},
-    )
+    batch = collated(rows, range(len(rows)))
     ids = {name: batch[name] for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
         q, p = (
@@ -105,6 +111,27 @@ def test_the_loss_is_the_divergence_of_the_two_whole_models(job):
     [own, *_], [given] = job.records("own"), job.records("whole")
     assert own["num_targets"] != given["num_targets"], "half of the rows have answers of their own"
     assert record["step"] == 0 and record["loss"] == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_a_table_of_the_likeliest_tokens_is_the_same_teacher(job):
+    """Write it as docs/distillation.md does, from another program's forward."""
+    train(job, "top", "--teacher.top_k", 3, ranks=1)
+    rows = dataset_register["jsonl"](dataset_path=str(job.rows), split="train")
+    teacher = AutoModelForCausalLM.from_pretrained(job.folder / "teacher")
+    table = {}
+    for row in range(len(rows)):
+        batch = collated(rows, [row])
+        with torch.no_grad():
+            logits = teacher(batch["input_ids"]).logits[0, :-1]
+        best = logits[batch["labels"][0, 1:] != -100].log_softmax(-1).topk(3)
+        table |= {f"{row}.ids": best.indices, f"{row}.log_probs": best.values}
+    save_file(table, job.folder / "table.safetensors")
+    given = ("--teacher.table", job.folder / "table.safetensors", "--eval-samples", 0)
+    job.train("table", *GIVEN, *given)
+    assert job.losses("table") == pytest.approx(job.losses("top"), rel=1e-5)
+    save_file({"0.ids": best.indices}, job.folder / "table.safetensors")
+    refused = job.fork("no table", *GIVEN, *given, ranks=1)
+    assert refused.code == 2 and "has no distributions for the" in refused.err
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(job):
