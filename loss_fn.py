@@ -23,12 +23,16 @@ from stageline.errors import DataError, UserError
 from stageline.modules import policy_loss
 from stageline.modules.chunked_loss import ChunkedLogits
 from stageline.modules.losses import (
+    DISTILLS,
     IGNORE,
     IS_CHOSEN,
     IS_WANTED,
     KL,
     PAIRS,
     REFERENCE,
+    TEACHER,
+    TEACHER_IDS,
+    TEACHER_PLACES,
     MicroBatch,
     at_least_float32,
     given,
@@ -67,6 +71,63 @@ def sft(
         reduction="sum",
     )
     return total / num_targets
+
+
+@loss_fn_register("distill", is_token_sum=True, needs_teacher=True)
+def distill(
+    logits_BTV: torch.Tensor,
+    micro_batch: MicroBatch,
+    *,
+    num_targets: torch.Tensor,
+    beta: float = 1.0,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Divergence from a teacher at each supervised token, divided by their number in the batch.
+
+    The generalised Jensen-Shannon divergence of Agarwal et al. 2024 (GKD), named as in trl. Of a
+    teacher that gives only its likeliest tokens, all others are lumped into one.
+
+    Args:
+        beta: divergence: 1 = reverse KL, KL(model || teacher), 0 = forward KL, in between = of both
+            from their mixture, in which the teacher has this weight.
+        temperature: divisor of the logits of both.
+    """
+    if not 0 <= beta <= 1 or temperature <= 0:
+        raise UserError(
+            f"the loss distill has beta {beta:g}, temperature {temperature:g}. Give a "
+            "--loss-fn.beta from 0 to 1 and a temperature above 0."
+        )
+    is_target_BT = next_labels(micro_batch) != IGNORE
+    places_N = is_target_BT.flatten().nonzero().flatten()
+    logits_NV = at_least_float32(logits_BTV.flatten(0, 1).index_select(0, places_N))
+    rows_N = given(micro_batch, TEACHER_PLACES, DISTILLS).flatten()[places_N]
+    student = (logits_NV / temperature).log_softmax(-1)
+    teacher = given(micro_batch, TEACHER, DISTILLS)[rows_N].to(student)
+    if TEACHER_IDS not in micro_batch:
+        teacher = (teacher.expand_as(student) / temperature).log_softmax(-1)
+    elif temperature != 1:
+        raise UserError(
+            f"--loss-fn.temperature {temperature:g} needs whole distributions of the teacher. Use "
+            "--teacher.path without --teacher.top_k, or a temperature of 1."
+        )
+    else:
+        ids_NK = micro_batch[TEACHER_IDS][rows_N]
+        rest_N = student.scatter(-1, ids_NK, -math.inf).logsumexp(-1)
+        student = torch.cat([student.gather(-1, ids_NK), rest_N[:, None]], dim=-1)
+        # rounding may leave nothing for the rest
+        known_N = teacher.logsumexp(-1).clamp(max=-1e-7)
+        teacher = torch.cat([teacher, (-torch.expm1(known_N)).log()[:, None]], dim=-1)
+
+    def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return functional.kl_div(q, p, reduction="sum", log_target=True)
+
+    if beta in (0, 1):
+        loss = kl(student, teacher) if beta else kl(teacher, student)
+    else:
+        shares = (student + math.log1p(-beta), teacher + math.log(beta))
+        mixture = torch.logaddexp(*shares)
+        loss = beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
+    return loss / num_targets
 
 
 @sim_fn_register("js")

@@ -113,6 +113,7 @@ class LossFacts(Facts):
     # function of its own options
     needs_reference: bool | Callable[..., bool] = False
     needs_kl: bool | Callable[..., bool] = False
+    needs_teacher: bool = False  # micro_batch["loss_teacher"] of another model is read
     weighs_by_itself: bool = False  # it need not add up over micro-batches
     reads_by_token: bool = False  # --logits-chunk gives it ChunkedLogits, for policy_loss.py
     samples_answers: bool = False  # the model answers before each step, for rewards

@@ -56,6 +56,7 @@ from stageline.errors import DataError, UserError
 from stageline.model_folder import files_fingerprint, load_config
 from stageline.modules.new_rows import NewRows, vocab_size_of
 from stageline.pipeline.schedules import Schedule
+from stageline.training.distillation import check_vocabulary_sizes
 
 
 def mixture_of(run: RunConfig, part: ChosenPart) -> dict[str, Any]:
@@ -252,14 +253,16 @@ READ_ANEW = (START, FILES, TEXTS)
 def read_anew(config: TrainArguments, data: Data) -> dict[str, object]:
     """Return fingerprints of the weights, files and templates that all processes of a run read."""
     run, answers = config.run, bool(config.parts["loss_fn"].facts.samples_answers)
+    answers = answers or run.teacher.lmbda > 0
     processor = run.processor_path or run.model_path or run.config_folder
     folders = run.config_folder, processor, *(run.adapter_path or ())
     told = {one: files_fingerprint(one, answers=answers) for one in dict.fromkeys(folders)}
+    teacher = [weights_fingerprint(Path(run.teacher.path))] if run.teacher.path else []
     owners = data.processor, get_tokenizer(data.processor)
     texts = [data.texts["prompt"], *(getattr(one, "chat_template", None) for one in owners)]
     return {
         START: start_weights(run),
-        FILES: [told[folder] for folder in folders],
+        FILES: [*(told[folder] for folder in folders), *teacher],
         TEXTS: hashlib.sha256(repr(texts).encode()).hexdigest(),
     }
 
@@ -318,6 +321,9 @@ def check_data(config: TrainArguments) -> Data:
     data.vocab_size = num_rows_of(run, model_config, new_tokens=data.new_tokens)
     if data.vocab_size is not None:
         check_vocabulary(data.processor, data.vocab_size)
+    if run.teacher.path is not None:
+        teacher = load_config(run.teacher.path, trust_remote_code=run.trust_remote_code)
+        check_vocabulary_sizes(data.vocab_size, vocab_size_of(teacher), run.teacher.path)
     data.collate = CheckedCollate(data.collate, data.vocab_size)
     if data.knows_rows:
         data.train = check_rows(config, data, data.train, "train data")

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 from commands import say
-from commands.stages import StageBuilder, dtype_of
+from commands.stages import StageBuilder, dtype_of, family_key
 from commands.train import RunPlan
 from commands.train_data import (
     READ_ANEW,
@@ -33,7 +34,7 @@ from commands.train_data import (
 from options.command_line import with_new_names
 from options.fields import absolute, given_options, handed_to, option_fields, spelled
 from options.model import learning_rate_scales, method_arguments
-from options.parts import ChosenPart, takes
+from options.parts import ChosenPart, chosen_part, takes
 from options.train import RunConfig, attention_arguments, check_attention_device, on_resume
 from parse_args import TrainArguments, save_config
 from stageline.checkpoint.resume import ResumePoint, check_same_run
@@ -43,6 +44,7 @@ from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
 from stageline.data.batches.prompts import prompt_of
 from stageline.data.batches.sampler import group_size_of
 from stageline.data.batches.step_maker import PromptMaker, read_row
+from stageline.data.images.images import ImageExpander
 from stageline.data.images.tiling import Tiling
 from stageline.data.rows.readers import data_fingerprint
 from stageline.data.text.processor import get_tokenizer, num_token_ids
@@ -51,6 +53,7 @@ from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
 from stageline.inference.decoding.chain import make_wire
+from stageline.inference.decoding.request import Sampling
 from stageline.inference.generation import stop_ids_of
 from stageline.model_folder import find_folder, load_config, num_positions
 from stageline.modules.chunked_loss import ChunkedLoss, LossByToken
@@ -64,6 +67,13 @@ from stageline.planner.planner import Planner, place_together
 from stageline.seeds import host_state_kept, seed_everything
 from stageline.stage import Stage
 from stageline.stages.packing import check_packing
+from stageline.training.distillation import (
+    OwnAnswers,
+    Teacher,
+    TeacherServer,
+    TeacherStages,
+    TeacherTable,
+)
 from stageline.training.loss_part import LossPart, StepLoss
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.part_checks import (
@@ -74,7 +84,13 @@ from stageline.training.part_checks import (
 )
 from stageline.training.replicas import Replicas
 from stageline.training.rewards import Reward, Rewards, try_rewards
-from stageline.training.rollouts import RolloutOptions, Rollouts, SampleFile, StageAnswers
+from stageline.training.rollouts import (
+    RolloutOptions,
+    Rollouts,
+    SampleFile,
+    StageAnswers,
+    batches_of,
+)
 from stageline.training.trainer import TrainerConfig
 from stageline.verify.names import check_filled_stages
 
@@ -95,6 +111,22 @@ def stage_builder(config: TrainArguments, *, images: Any = None) -> StageBuilder
         trust_remote_code=run.trust_remote_code,
         options=options,
         images=images if Tiling(**run.images.tiling()) != Tiling() else None,
+    )
+
+
+def teacher_builder(config: TrainArguments) -> StageBuilder:
+    """Return what builds the stages of the teacher, whose architecture its config.json names."""
+    run, path = config.run, config.run.teacher.path
+    key = family_key(path, trust_remote_code=run.trust_remote_code)
+    options = {"dtype": dtype_of(run), "device": run.device, **attention_arguments(run)}
+    options["processor_path"] = run.processor_path or run.model_path or run.config_path
+    return StageBuilder(
+        chosen_part("train_model", key),
+        path,
+        run.num_stages or 1,
+        checkpoint_path=path,
+        trust_remote_code=run.trust_remote_code,
+        options=options,
     )
 
 
@@ -381,7 +413,7 @@ class TrainingParts:
             run.prove_split,
             ranks=Ranks.of(None),
             say=say,
-            answers=self.samples_answers,
+            answers=self.samples_answers or run.teacher.lmbda > 0,
             packed_rows=run.micro_batch_size if is_packed else 0,
         )
         seed_everything(run.seed)
@@ -411,10 +443,18 @@ class TrainingParts:
         return stages
 
     def make_loader(
-        self, dataset: Any, context: DistributedContext, runner: PipelineRunner, **place: Any
-    ) -> MicroBatchLoader:
+        self,
+        dataset: Any,
+        context: DistributedContext,
+        runner: PipelineRunner,
+        *,
+        replicas: Replicas | None = None,
+        **place: Any,
+    ) -> Any:
         """Return the batches of a dataset; `place`: is_evaluation, start_step, position."""
         facts = host_facts(runner)
+        if replicas is not None and self.config.run.teacher.lmbda:
+            return self._own_answers(dataset, context, runner, replicas, facts, **place)
         return make_loader(
             self.config, self.data, context, runner.schedule, dataset, facts=facts, **place
         )
@@ -452,14 +492,6 @@ class TrainingParts:
         samples = None
         if context.is_main and run.rollouts.keep_samples:
             samples = SampleFile(Path(run.output_dir).absolute(), start_step=start_step)
-        wire = None
-        if context.num_ranks > 1:
-            wire = make_wire(
-                context.rank,
-                num_stages=context.num_ranks,
-                num_replicas=context.num_replicas,
-                device=context.device,
-            )
         names = {item.name for item in dataclasses.fields(RolloutOptions)}
         options = RolloutOptions(
             **{name: value for name, value in vars(run.rollouts).items() if name in names},
@@ -469,17 +501,8 @@ class TrainingParts:
             is_sorted=run.rows.order == "sorted",
             row_capacity=run.max_token_num if run.packing else None,
         )
-        model_config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
-        answers = StageAnswers(
-            runner,
-            wire,
-            processor=data.processor,
-            pad_token_id=data.pad_token_id,
-            stop_ids=stop_ids_of(find_folder(run.config_folder), model_config, data.processor),
-            positions=num_positions(model_config),
-        )
         rollouts = Rollouts(
-            answers,
+            self._stage_answers(context, runner),
             make_rewards(self.config),
             options,
             prompts=prompts,
@@ -496,6 +519,88 @@ class TrainingParts:
         if data.test is not None:
             held_out = make_prompts(self.config, data, context, data.test, is_evaluation=True)
         return rollouts, held_out
+
+    def _stage_answers(self, context: DistributedContext, runner: PipelineRunner) -> StageAnswers:
+        run, data = self.config.run, self.data
+        wire = None
+        if context.num_ranks > 1:
+            wire = make_wire(
+                context.rank,
+                num_stages=context.num_ranks,
+                num_replicas=context.num_replicas,
+                device=context.device,
+            )
+        model_config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
+        return StageAnswers(
+            runner,
+            wire,
+            processor=data.processor,
+            pad_token_id=data.pad_token_id,
+            stop_ids=stop_ids_of(find_folder(run.config_folder), model_config, data.processor),
+            positions=num_positions(model_config),
+        )
+
+    def _own_answers(
+        self,
+        dataset: Any,
+        context: DistributedContext,
+        runner: PipelineRunner,
+        replicas: Replicas,
+        facts: Callable[[Any], Any] | None,
+        **place: Any,
+    ) -> OwnAnswers:
+        """Return the batches of a dataset, with answers of the stages in a share of the rows."""
+        run, data = self.config.run, self.data
+        expander = ImageExpander.of(data.processor)
+        own = run.rollouts
+        return OwnAnswers(
+            self._stage_answers(context, runner),
+            prompts=make_prompts(self.config, data, context, dataset, **place),
+            make_batches=functools.partial(
+                batches_of,
+                collate=functools.partial(data.collate, stage=context.pp_rank),
+                micro_batch_size=run.micro_batch_size,
+                is_sorted=run.rows.order == "sorted",
+                facts=facts,
+                row_capacity=run.max_token_num if run.packing else None,
+                legal_counts=runner.schedule.legal_micro_batches,
+                replicas=replicas,
+            ),
+            share=run.teacher.lmbda,
+            sampling=Sampling(
+                max_new_tokens=own.max_completion_length,
+                temperature=own.sampling_temperature,
+                stop=tuple(own.stop_strings or ()),
+            ),
+            lot_size=own.prompts_together,
+            max_token_num=run.max_token_num,
+            seed=run.seed,
+            image_ids=frozenset() if expander is None else expander.own_ids(),
+            replicas=replicas,
+            start_step=place["start_step"],
+        )
+
+    def make_teacher(self, context: DistributedContext, runner: PipelineRunner) -> Teacher | None:
+        """Return what adds the teacher's distributions to micro-batches; None: no loss asks."""
+        run, own, rows = self.config.run, self.config.run.teacher, self.data.train
+        if not self.config.parts["loss_fn"].facts.needs_teacher:
+            return None
+        if own.url:
+            return Teacher(runner, TeacherServer(runner, own.url, top_k=own.top_k, model=own.model))
+        if own.table:
+            numbers = rows.indices if isinstance(rows, Subset) else None
+            return Teacher(runner, TeacherTable(runner, own.table, rows=numbers))
+        builder = teacher_builder(self.config)
+        builder.verify(run.prove_split, ranks=Ranks.of(None), say=say)
+        stages_here = list(self.config.topology.schedule.stages_of(context.pp_rank))
+        builder.check_names(stages_here, ranks=Ranks.of(context.pp_group), checkpoint=own.path)
+        with host_state_kept():
+            stages = [
+                builder.build(stage, device=context.device).requires_grad_(False)
+                for stage in stages_here
+            ]
+        wait_for_weights(own.path)
+        return Teacher(runner, TeacherStages(self.make_runner(stages, context), top_k=own.top_k))
 
     def _build_stage(
         self,

@@ -113,6 +113,33 @@ class RolloutOptions(Options):
     keep_samples: int = free_option(1, "steps between entries in samples.jsonl (0 = none)", ge=0)
 
 
+class TeacherSettings(Options):
+    """Fine-tuning: distillation"""
+
+    path: str | None = model_option(
+        None,
+        "teacher model, frozen, in as many stages",
+        excludes=("--teacher.url", "--teacher.table"),
+    )
+    url: str | None = option(
+        None,
+        "teacher behind a completions server with echo and logprobs, http://127.0.0.1:8000/v1",
+        needs=("--teacher.top_k 5",),
+        excludes=("--teacher.table",),
+    )
+    model: str = option("teacher", "name of the model there", needs=("--teacher.url URL",))
+    table: str | None = option(
+        None,
+        "safetensors file with the likeliest tokens of each row",
+        is_path=True,
+        excludes=("--teacher.lmbda", "--teacher.top_k"),
+    )
+    top_k: int = option(0, "likeliest tokens to keep, the rest lumped into one (0 = all)", ge=0)
+    lmbda: float = option(
+        0.0, "share of the rows whose answers the trained model draws", ge=0, le=1
+    )
+
+
 class BadStepSettings(Options):
     """Optimization: loss spikes and non-finite gradients"""
 
@@ -275,6 +302,7 @@ class RunConfig(
     config_path: str | None = _settings_path("config.json, folder, hub name; default: --model-path")
     processor_path: str | None = _settings_path("tokenizer or processor; default: --model-path")
     rollouts: RolloutOptions = mapping(RolloutOptions)
+    teacher: TeacherSettings = mapping(TeacherSettings)
     early_stop: StopSettings = mapping(StopSettings)
     bad_steps: BadStepSettings = mapping(BadStepSettings)
 
@@ -483,6 +511,9 @@ def check_rollouts(run: Any, parts: Any) -> None:
     """Refuse options that a GRPO run cannot have, and its own in any other run."""
     loss, collate, own = parts["loss_fn"], parts.get("collate_fn"), run.rollouts
     answers = bool(loss.facts.samples_answers)
+    check_teacher(run, parts)
+    if run.teacher.lmbda:
+        return
     if collate is not None and bool(collate.facts.gives_prompts) != answers:
         right = "--collate-fn grpo" if answers else "--loss-fn grpo or --collate-fn sft"
         raise OptionError(
@@ -529,6 +560,42 @@ def check_rollouts(run: Any, parts: Any) -> None:
             f"{name} does not go with --loss-fn {loss.key}. Drop it, or name reward.": is_given
             for name, is_given in excluded.items()
         }
+    )
+
+
+# options of drawing answers that distillation takes
+OF_OWN_ANSWERS = ("max_completion_length", "sampling_temperature", "stop_strings")
+OF_OWN_ANSWERS += ("prompts_together",)
+
+
+def check_teacher(run: Any, parts: Any) -> None:
+    """Refuse a loss against a teacher without one, and a teacher without such a loss."""
+    loss, collate, own = parts["loss_fn"], parts.get("collate_fn"), run.teacher
+    given = [f"--teacher.{name}" for name in given_options(own)]
+    if not loss.facts.needs_teacher:
+        if given:
+            raise OptionError(f"{given[0]} requires --loss-fn distill. Add it or drop {given[0]}.")
+        return
+    if not (own.path or own.url or own.table):
+        raise OptionError(
+            f"--loss-fn {loss.key} requires a teacher. Add --teacher.path with a model folder, "
+            "--teacher.url or --teacher.table."
+        )
+    if own.table and run.eval_samples != 0:
+        raise OptionError("--teacher.table has only training rows. Add --eval-samples 0.")
+    if not own.lmbda:
+        return
+    others = set(given_options(run.rollouts)) - set(OF_OWN_ANSWERS)
+    excluded = {
+        "--engine streaming": parts["engine"].key == "streaming",
+        "--vision-stages": run.vision_stages > 0,
+        "--neftune-alpha": run.neftune_alpha > 0,
+        f"--collate-fn {collate and collate.key}": collate is not None
+        and (collate.facts.takes_tokens or (collate.facts.gives_prompts and own.lmbda < 1)),
+        **{f"--rollouts.{name}": True for name in sorted(others)},
+    }
+    refuse(
+        {f"{name} does not go with --teacher.lmbda. Drop one.": v for name, v in excluded.items()}
     )
 
 

@@ -90,6 +90,13 @@ def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 REFERENCE = "loss_reference"  # [B], log-probabilities of the answers under the start model
 KL = "loss_kl"  # a scalar, of the whole step
+# logits [N, V] of the teacher at N supervised places, or log-probabilities [N, K] of its likeliest
+# tokens with their ids; and the place of each token in it, [B, T]
+TEACHER, TEACHER_IDS, TEACHER_PLACES = "loss_teacher", "loss_teacher_ids", "loss_teacher_places"
+DISTILLS = (  # asks for them; see `given`
+    "a loss against a teacher",
+    "Train with train_pp.py and `teacher.path`, `teacher.url` or `teacher.table`.",
+)
 PAIRS, IS_CHOSEN, IS_WANTED = "loss_pairs", "loss_is_chosen", "loss_is_wanted"
 
 
@@ -106,4 +113,6 @@ def row_lengths(labels_BT: torch.Tensor) -> torch.Tensor:
 def without_reference(batch: MicroBatch) -> dict[str, torch.Tensor]:
     """The micro-batch with zeros for what a run adds: to measure with, not to train on."""
     zeros = torch.zeros(len(batch["input_ids"]))
-    return {**batch, REFERENCE: zeros, KL: torch.zeros(())}
+    # a teacher to which all tokens are alike
+    taught = {TEACHER: torch.zeros(1, 1), TEACHER_PLACES: torch.zeros_like(batch["labels"])}
+    return {**batch, REFERENCE: zeros, KL: torch.zeros(()), **taught}

@@ -211,7 +211,13 @@ async def answer_completion(
                     text = texts.tokenizer.decode(one, skip_special_tokens=True)
                 if num_top is None:
                     return text, None
-                return text, texts.prompt(one, scores.get(number), text=text, num_top=num_top)
+                return text, texts.prompt(
+                    one,
+                    scores.get(number),
+                    text=text,
+                    num_top=num_top,
+                    as_ids=asked.return_tokens_as_token_ids,
+                )
 
             echoes = await service.in_thread(lambda: [echo(number) for number in range(len(ids))])
 
@@ -239,7 +245,10 @@ async def answer_completion(
                 last = () if event.stop_logprob is None else (event.stop_logprob,)
                 found = last if asked.stream else (*found, *last)
             if num_top is not None:
-                logprobs = texts.plain(found, offset=offsets[number], num_top=num_top)
+                as_ids = asked.return_tokens_as_token_ids
+                logprobs = texts.plain(
+                    found, offset=offsets[number], num_top=num_top, as_ids=as_ids
+                )
             if asked.stream:
                 is_end = isinstance(event, Finished)
                 text = "" if is_end else event.text

@@ -297,6 +297,7 @@ class CompletionRequest(SamplingFields):
     max_tokens: Size | None = None
     logprobs: Annotated[int, Field(ge=0, le=5), _WHOLE] | None = None
     echo: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
 

@@ -279,25 +279,38 @@ class TokenTexts:
         ]
 
     def plain(
-        self, logprobs: Sequence[TokenLogprob], *, offset: int, num_top: int
+        self,
+        logprobs: Sequence[TokenLogprob],
+        *,
+        offset: int,
+        num_top: int,
+        as_ids: bool | None = False,
     ) -> dict[str, Any]:
         """Return log-probabilities as completions have them.
 
         Args:
             offset: characters of the text before the first of them.
             num_top: 0: no likeliest tokens were asked for.
+            as_ids: write tokens as `token_id:7`, as vLLM does; texts may be equal.
         """
         texts = [self.text(one.token_id) for one in logprobs]
         offsets = itertools.accumulate(map(len, texts), initial=offset)
+        name = "token_id:{}".format if as_ids else self.text
         return {
-            "tokens": texts,
+            "tokens": [name(one.token_id) for one in logprobs],
             "token_logprobs": [_finite(one.logprob) for one in logprobs],
-            "top_logprobs": [self._tops(one) for one in logprobs] if num_top else None,
+            "top_logprobs": [_tops(one, name) for one in logprobs] if num_top else None,
             "text_offset": list(offsets)[:-1],
         }
 
     def prompt(
-        self, ids: Sequence[int], scored: Scored | None, *, text: str, num_top: int
+        self,
+        ids: Sequence[int],
+        scored: Scored | None,
+        *,
+        text: str,
+        num_top: int,
+        as_ids: bool | None = False,
     ) -> dict[str, Any]:
         """Return those of a prompt; nothing is known of its first token.
 
@@ -310,20 +323,14 @@ class TokenTexts:
         values = scored.logprobs if scored else ()
         tops = scored.tops if scored and num_top else ((),) * len(values)
         rest = map(TokenLogprob, ids[1:], values, tops)
-        made = self.plain(list(rest), offset=0, num_top=num_top)
+        made = self.plain(list(rest), offset=0, num_top=num_top, as_ids=as_ids)
+        first = f"token_id:{ids[0]}" if as_ids else self.text(ids[0])
         return {
-            "tokens": [self.text(ids[0]), *made["tokens"]],
+            "tokens": [first, *made["tokens"]],
             "token_logprobs": [None, *made["token_logprobs"]],
             "top_logprobs": [None, *made["top_logprobs"]] if num_top else None,
             "text_offset": [min(one, len(text)) for one in lengths][:-1],
         }
-
-    def _tops(self, one: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens and the one that is there; of equal texts the likelier counts."""
-        found: dict[str, float] = {}
-        for token_id, value in (*one.top, (one.token_id, one.logprob)):
-            found.setdefault(self.text(token_id), _finite(value))
-        return found
 
     def _read(self, token_id: int) -> tuple[str, list[int] | None]:
         text = self.tokenizer.decode([token_id])
@@ -332,6 +339,14 @@ class TokenTexts:
         letters = self.tokenizer.convert_ids_to_tokens(token_id) or ""
         known = [_BYTE_OF_LETTER[letter] for letter in letters if letter in _BYTE_OF_LETTER]
         return text, known if len(known) == len(letters) else None
+
+
+def _tops(one: TokenLogprob, name: Callable[[int], str]) -> dict[str, float]:
+    """The likeliest tokens and the one that is there; of equal texts the likelier counts."""
+    found: dict[str, float] = {}
+    for token_id, value in (*one.top, (one.token_id, one.logprob)):
+        found.setdefault(name(token_id), _finite(value))
+    return found
 
 
 def _finite(value: float) -> float:

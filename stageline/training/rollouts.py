@@ -187,6 +187,35 @@ class _Rows(list):
     is_fixed = True
 
 
+def batches_of(
+    items: Sequence[tuple[int | None, EncodedSample]],
+    step: int,
+    *,
+    collate: Callable[..., MicroBatch],
+    row_capacity: int | None,
+    legal_counts: Callable[[int], int],
+    replicas: Replicas,
+    **options: Any,
+) -> list[MicroBatch]:
+    """Return the micro-batches of encoded samples, `loss_rows` counting them from 0.
+
+    Args:
+        row_capacity: tokens of a row that holds several; None: it holds one.
+        options: micro_batch_size, is_sorted and facts of a `StepMaker`.
+    """
+    part = as_collate_part(collate)
+    part = CollatePart(part.collate, encode=lambda images, sample: sample, pack=part.pack)
+    kind: type[StepMaker | PackedStepMaker] = StepMaker
+    if row_capacity is not None:
+        kind = PackedStepMaker
+        options["capacity"] = row_capacity
+        options["legal_counts"] = legal_counts
+        options["agree"] = lambda step, count: max(replicas.gather(count))
+    maker = kind(_Rows(items), collate=part, **options)
+    with host_state_kept():
+        return maker.make(step, [list(range(len(items)))])
+
+
 @dataclass
 class AnswerRow:
     """An answer as a row of a step.
@@ -251,13 +280,14 @@ def read_answer(saved: Mapping[str, Any]) -> tuple[SampledAnswer, list[float]]:
     return answer, list(map(float, saved["old"].split()))
 
 
-def _numbers(batch: MicroBatch) -> str:
+def numbers_of(batch: MicroBatch) -> str:
+    """Return the name of what counts the samples of a micro-batch."""
     return "loss_rows" if "loss_rows" in batch else "loss_packed_rows"
 
 
 def placed(batch: MicroBatch, made: Sequence[AnswerRow]) -> list[tuple[AnswerRow, int, int]]:
     """Return (answer, row, first token) of each answer in a micro-batch as it was collated."""
-    answers = [made[number] for number in batch[_numbers(batch)].tolist()]
+    answers = [made[number] for number in batch[numbers_of(batch)].tolist()]
     if "sample_ids" not in batch:
         return [(one, row, 0) for row, one in enumerate(answers)]
     places = [
@@ -539,7 +569,7 @@ class Rollouts:
         answers = placed(batch, made)
         rows = [-1 if one.row is None else one.row for one, *_ in answers]
         columns = {
-            _numbers(batch): torch.tensor(rows, dtype=torch.long),
+            numbers_of(batch): torch.tensor(rows, dtype=torch.long),
             ADVANTAGES: torch.tensor([one.advantage for one, *_ in answers]),
             IS_LEARNT: torch.tensor([one.is_learnt for one, *_ in answers], dtype=torch.bool),
             IS_COUNTED: torch.tensor([one.is_counted for one, *_ in answers], dtype=torch.bool),
@@ -615,22 +645,17 @@ class Rollouts:
 
     def _batches(self, made: Sequence[AnswerRow], step: int) -> list[MicroBatch]:
         """Return micro-batches of answers of near-equal length, without what rewards decide."""
-        part = as_collate_part(self.collate)
-        part = CollatePart(part.collate, encode=lambda images, sample: sample, pack=part.pack)
-        options: dict[str, Any] = {
-            "micro_batch_size": self.options.micro_batch_size,
-            "is_sorted": self.options.is_sorted,
-            "facts": self.facts,
-        }
-        kind: type[StepMaker | PackedStepMaker] = StepMaker
-        if self.options.row_capacity is not None:
-            kind = PackedStepMaker
-            options["capacity"] = self.options.row_capacity
-            options["legal_counts"] = self.runner.schedule.legal_micro_batches
-            options["agree"] = lambda step, count: max(self.replicas.gather(count))
-        maker = kind(_Rows((None, one.encoded) for one in made), collate=part, **options)
-        with host_state_kept():
-            batches = maker.make(step, [list(range(len(made)))])
+        batches = batches_of(
+            [(None, one.encoded) for one in made],
+            step,
+            collate=self.collate,
+            micro_batch_size=self.options.micro_batch_size,
+            is_sorted=self.options.is_sorted,
+            facts=self.facts,
+            row_capacity=self.options.row_capacity,
+            legal_counts=self.runner.schedule.legal_micro_batches,
+            replicas=self.replicas,
+        )
         for batch in batches:
             labels_BT = batch["labels"] = batch["labels"].clone()
             sampled_BT, places_BT = torch.zeros(labels_BT.shape), torch.full_like(labels_BT, -1)

@@ -155,6 +155,7 @@ class Trainer:
                 is_evaluation=False,
                 start_step=self.start_step,
                 position=facts.get("position"),
+                replicas=self.replicas,
             )
             self.held_out = None
             if held_out is not None:
@@ -235,6 +236,9 @@ class Trainer:
                 why = rollouts.start_reason
                 terminal.say(f"reference of the loss: {rollouts.start_mode} ({why})")
             return rollouts.start_mode
+        if (teacher := self.parts.make_teacher(self.context, runner)) is not None:
+            self.train_step.prepare = self.prepare_held_out = teacher
+            return None
         plain = Reference(runner, loss=self.loss_fn, replicas=self.replicas)
         self.train_step.prepare = self.prepare_held_out = plain
         if not plain.needs_reference:

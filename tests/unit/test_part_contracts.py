@@ -47,7 +47,8 @@ def _parts_are_imported_anew():
 
 # -- what ships ------------------------------------------------------------------------------
 
-LOSSES = "sft pt contrastive dpo kto rm grpo".split()  # collate parts have the same names
+COLLATES = "sft pt contrastive dpo kto rm grpo".split()
+LOSSES = [*COLLATES, "distill"]  # the others have collate parts of the same names
 POLICY_KINDS = "grpo bnpo dr_grpo dapo gspo cispo".split()
 PAIR_KINDS = "sigmoid robust hinge ipo apo_zero apo_down sppo_hard nca_pair simpo orpo".split()
 OPTIONS = {
@@ -57,6 +58,7 @@ OPTIONS = {
     "rm": ["", "--loss-fn.center_coefficient 0.1"],
     "contrastive": ["--sim-fn js", "--sim-fn cos --loss-fn.temperature 0.5"],
     "sft": ["", "--logits-chunk 4"],
+    "distill": [f"--loss-fn.beta {beta} --logits-chunk 4" for beta in (0, 0.5, 1)],
 }
 
 
@@ -83,11 +85,11 @@ def shipped(job, *words):
 
 @pytest.mark.parametrize("key", LOSSES)
 def test_shipped_losses_and_collate_parts_pass(job, key):
-    for register in (loss_fn_register, collate_fn_register):
-        assert set(LOSSES) == set(register), "a part without a test"
+    for known, register in ((LOSSES, loss_fn_register), (COLLATES, collate_fn_register)):
+        assert set(known) == set(register), "a part without a test"
     write_rows(job)
     file = job.folder / f"{key}.jsonl"
-    words = ["--loss-fn", key, "--collate-fn", key]
+    words = ["--loss-fn", key, "--collate-fn", key if key in COLLATES else "sft"]
     if file.exists():
         words += ["--dataset-path", file]
     words += {
@@ -95,6 +97,7 @@ def test_shipped_losses_and_collate_parts_pass(job, key):
         "pt": ["--prompt", "text"],
         "grpo": ["--reward", "contains,format", "--rollouts.max_completion_length", 8],
         "rm": ["--train-model", "reward"],
+        "distill": ["--teacher.path", job.model],
     }.get(key, [])
     for options in OPTIONS.get(key, [""]):
         check_parts(*shipped(job, *words, *options.split()))

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ import torch
 from prompt_fn import auto, chat
 from register import import_shelf
 from stageline.data.text.processor import save_processor
+from stageline.errors import UserError
 from stageline.inference.decoding import stage_decoder
 from stageline.inference.decoding import stage_decoder as scores
 from stageline.inference.decoding.chain import LocalChain
@@ -24,6 +26,7 @@ from stageline.inference.decoding.request import (
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.serving.service import TokenTexts
+from stageline.training.distillation import TeacherServer
 from tests.helpers.served import served
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import tiny_tokenizer
@@ -245,3 +248,31 @@ def test_scores_and_answers_take_turns(model):
     first_piece = next(n for n, event in enumerate(order) if not isinstance(event, Scored))
     assert kinds.count(Scored) == 12 and isinstance(ends[0], Scored)
     assert first_piece < 6, "the answer began before all rows were scored"
+
+
+def test_a_teacher_behind_the_server_is_a_teacher_in_the_pipeline(model, client):
+    """Check rows padded and packed: the likeliest tokens of each supervised place, as ids."""
+    _, whole, tokenizer = model
+    rows = [tokenizer(text)["input_ids"] for text in TEXTS[:2]]
+    width = max(map(len, rows))
+    ids, mask = torch.zeros(2, width, dtype=torch.long), torch.zeros(2, width, dtype=torch.long)
+    for row, own in enumerate(rows):
+        ids[row, : len(own)], mask[row, : len(own)] = torch.tensor(own), 1
+    labels = torch.where(mask.bool() & (torch.arange(width) > 1), ids, -100)
+    padded = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    joined, numbers = sum(rows, []), [0] * len(rows[0]) + [1] * len(rows[1])
+    packed = {
+        "input_ids": torch.tensor([joined]),
+        "attention_mask": torch.ones(1, len(joined), dtype=torch.long),
+        "sample_ids": torch.tensor([numbers]),
+        "labels": torch.cat([labels[row, : len(own)] for row, own in enumerate(rows)])[None],
+    }
+    runner = SimpleNamespace(schedule=SimpleNamespace(last_stage_rank=0), pp_rank=0)
+    ask = TeacherServer(runner, str(client.base_url.join("/v1")), top_k=3, model="tiny")
+    for values, found in ask([padded, packed]):
+        wanted = [whole(torch.tensor([own])).logits[0, 1:-1].log_softmax(-1) for own in rows]
+        best = torch.cat(wanted).topk(3)
+        assert torch.equal(found, best.indices)
+        torch.testing.assert_close(values, best.values, rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match="top_k that it allows"):
+        TeacherServer(runner, str(client.base_url.join("/v1")), top_k=50, model="tiny")([padded])

@@ -44,9 +44,11 @@ def with_answer(prompt: Encoded, answer: Sequence[int]) -> Encoded:
 
 
 def prompt_of(encoded: EncodedSample) -> Encoded:
-    """Return the prompt only."""
+    """Return what is before the last supervised part, which is the answer."""
     [row] = encoded.whole
-    length = row.is_target.index(True)
+    length = len(row) - row.is_target[::-1].index(True)
+    while length and row.is_target[length - 1]:
+        length -= 1
     return Encoded(row.input_ids[:length], [False] * length, [False] * length)
 
 
