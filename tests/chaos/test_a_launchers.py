@@ -87,7 +87,7 @@ def test_a22_a_restarted_run_ends_as_if_nothing_had_happened(job):
     assert alone.code == 0
     fault = "at=step,rank=1,step=5,restart=0,do=sigkill"
     torchrun = (2, "--max-restarts", 1)
-    # below a torchrun whose workers are new Pythons: tests/chaos/test_kill.py
+    # below a torchrun whose workers are new Pythons: tests/scripts/test_multinode.py
     run = launch(job, "again", *options, "--resume", "auto", chaos=fault, torchrun=torchrun)
     done = run.finish()
     assert done.code == 0, done.err

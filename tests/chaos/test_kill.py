@@ -20,9 +20,10 @@ from tests.helpers.killing import (
     last_tensors,
 )
 from tests.helpers.small_run import Job
+from tests.helpers.warm_start import WarmLauncher, live_processes
 
-TOTAL_STEPS = 60
-KILLS = 20
+TOTAL_STEPS = 40
+KILLS = 10
 ANSWERING_STEPS, ANSWERING_KILLS = 24, 4
 OPTIONS = ("--total-steps", TOTAL_STEPS, "--save-steps", 2, "--keep-last", 3)
 # stages, whether saving waits, data workers: of the restarts in turn
@@ -80,14 +81,27 @@ def test_kills_by_hand_leave_the_same_run(job, monkeypatch):
     assert not list(folder.checkpoints.glob("*.tmp-*"))
 
 
+class WarmRun(LaunchedRun):
+    """Torchrun itself, whose workers are forks; they begin in the order of their ranks."""
+
+    def __init__(self, words, output, *, num_ranks):
+        self.num_ranks, self.before = num_ranks, set()
+        self.process = WarmLauncher(words[1:], {"OMP_NUM_THREADS": "1"}, output=output)
+
+    @property
+    def pids(self):
+        live = live_processes()
+        return dict(enumerate(sorted(p for p in live if live[p] == self.process.pid)))
+
+
 def test_kills_below_torchrun_leave_the_same_run(job):
     words = job.command(
         *("torchrun", *OPTIONS, "--num-stages", 2, "--resume", "auto"),
         torchrun=(2, "--max-restarts", 4),
     )
     folder = RunFolder(job.folder / "torchrun")
-    run = LaunchedRun(words, job.folder / "torchrun.txt", num_ranks=2)
-    killer = Killer(2, folder, total_steps=TOTAL_STEPS, seconds_to_start=5.0)
+    run = WarmRun(words, job.folder / "torchrun.txt", num_ranks=2)
+    killer = Killer(2, folder, total_steps=TOTAL_STEPS, seconds_to_start=1.0)
     kill_below_launcher(run, killer, kills=2)
     assert_same_run(job, "torchrun")
     print(*killer.done, sep="\n")

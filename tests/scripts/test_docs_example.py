@@ -3,6 +3,7 @@ and the loops of one's own in examples/.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from transformers import AutoModelForCausalLM
 
 import stageline
 from tests.helpers.forked_entry import run_entry
+from tests.helpers.small_run import TORCHRUN
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
+from tests.helpers.warm_start import WarmLauncher
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("10 11", "2 3 4")
@@ -179,9 +182,9 @@ def test_a_loop_over_a_schedule_of_torch_equals_the_loop_over_the_whole_model(tm
     whole = AutoModelForCausalLM.from_config(config)
     whole.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run_entry([*torchrun, path, "model", "my_run", "Schedule1F1B"], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    torchrun = [*TORCHRUN, "2", str(path), "model", "my_run", "Schedule1F1B"]
+    done = WarmLauncher(torchrun, enter=lambda: os.chdir(tmp_path)).finish()
+    assert done.code == 0, done.err
     theirs = {"__name__": "own_loop"}
     exec(path.read_text(), theirs)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
@@ -195,7 +198,7 @@ def test_a_loop_over_a_schedule_of_torch_equals_the_loop_over_the_whole_model(tm
         sum(losses).backward()
         optimizer.step()
         lines.append(f"step {step + 1}: loss {sum(losses):.6f}")
-    assert [line for line in done.stdout.splitlines() if line.startswith("step")] == lines
+    assert [line for line in done.out.splitlines() if line.startswith("step")] == lines
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "my_run").state_dict()
     for name, weight in whole.state_dict().items():
         torch.testing.assert_close(saved[name], weight, rtol=0, atol=1e-6)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = (
     "train_pp.py --train-model llama --dataset jsonl --prompt vqa --prompt-fn chat "
@@ -22,9 +24,10 @@ COMMANDS = [
 ]
 
 
-# runs each command in a fork of one process, up to where it would start its ranks
+# Run each command in a fork of one process, up to where it would start its ranks. A fork leaves
+# without the interpreter's own end, which frees all of torch: a second of each command.
 START = """
-import json, os, runpy, sys, tempfile
+import json, os, runpy, sys, tempfile, traceback
 import torch  # allowed, and imported once for all forks, like the rest that is light
 import torch.distributed.elastic.multiprocessing, torch.distributed.pipelining
 import commands, parse_args
@@ -34,12 +37,9 @@ import_shelf()
 launch._launch = lambda *_, **__: sys.exit(40)
 leave = os._exit
 
-def tell():
+def tell_and_leave(code):
     heavy = {"transformers", "datasets", "huggingface_hub"} & set(sys.modules)
     print("HEAVY", sorted(heavy), flush=True)
-
-def tell_and_leave(code):
-    tell()
     leave(code)
 
 tell_nothing = {"transformers", "datasets", "huggingface_hub"} & set(sys.modules)
@@ -56,52 +56,30 @@ for words in json.load(sys.stdin):
         is_module = first == "-m"
         sys.argv = rest if is_module else [first, *rest]
         os._exit = tell_and_leave  # which an error of a user ends in
+        code = 0
         try:
             (runpy.run_module if is_module else runpy.run_path)(sys.argv[0], run_name="__main__")
-        finally:
-            tell()
+        except SystemExit as error:
+            code = error.code or 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        tell_and_leave(code)
 """
 
 
-def start(commands, *, code):
-    """Command -> what it writes; it must not have imported what takes seconds, or what fetches."""
-    done = subprocess.run(
-        [sys.executable, "-c", START],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    texts = {}
-    for words, (found, text) in zip(commands, told, strict=True):
-        texts[words], _, modules = text.partition("HEAVY ")
-        assert found == code, (words, text)
-        assert modules.partition("\n")[0] == "[]", (words, text)
-    return texts
-
-
-def test_help_imports_no_transformers():
-    texts = start([f"{command} --help" for command in COMMANDS], code=0)
-    assert all("usage: " in text for text in texts.values())
-
-
-def test_a_list_imports_no_transformers():
-    commands = ["corpus.py stats" if one == "corpus.py" else one for one in COMMANDS]
-    texts = start([f"{one} --list" for one in commands if one != "export.py"], code=0)
-    assert all("[train_model.py:" in text for text in texts.values())
-
-
+HELP = [f"{command} --help" for command in COMMANDS]
+LISTS = [
+    f"{'corpus.py stats' if one == 'corpus.py' else one} --list"
+    for one in COMMANDS
+    if one != "export.py"
+]
 NEEDED = {  # by the command, before it looks at other options
     "train_pp.py": TRAIN,
     "evaluate.py": EVALUATE,
     "export.py": "export.py --model-path . --output-path new",
     "-m stageline check": "-m stageline check --train-model llama",
 }
-
-
 SLIPS = {
     f"{TRAIN} --loss-fn sftt": "'sftt'. Did you mean 'sft'?",
     f"{EVALUATE} --metric exact": "'exact'",
@@ -114,13 +92,6 @@ SLIPS = {
     f"{TRAIN} --total-steps many": "--total-steps many has a wrong value",
     **{f"{NEEDED.get(one, one)} --nonsense 3": "--nonsense" for one in COMMANDS},
 }
-
-
-def test_a_slip_imports_no_transformers():
-    texts = start(list(SLIPS), code=2)
-    assert [words for words, wanted in SLIPS.items() if wanted not in texts[words]] == []
-
-
 LAUNCHERS = [
     f"train_pp.py {TRAIN.partition(' ')[2]} --num-stages 2 --device cpu",
     f"{EVALUATE} --engine pipeline --num-stages 2 --model-path .",
@@ -129,6 +100,50 @@ LAUNCHERS = [
 ]
 
 
-def test_what_starts_the_ranks_imports_no_transformers():
+@pytest.fixture(scope="module")
+def told():
+    """Command -> its exit code, and the text in which it names what heavy modules it imported."""
+    words = [*HELP, *LISTS, *SLIPS, *LAUNCHERS]
+    done = subprocess.run(
+        [sys.executable, "-c", START],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input=json.dumps(words),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(words), done.stderr
+    return dict(zip(words, map(json.loads, lines), strict=True))
+
+
+def texts_of(told, commands, *, code):
+    """Command -> what it writes; it must not have imported what takes seconds, or what fetches."""
+    texts = {}
+    for words in commands:
+        found, text = told[words]
+        texts[words], _, modules = text.partition("HEAVY ")
+        assert found == code, (words, text)
+        assert modules.partition("\n")[0] == "[]", (words, text)
+    return texts
+
+
+def test_help_imports_no_transformers(told):
+    texts = texts_of(told, HELP, code=0)
+    assert all("usage: " in text for text in texts.values())
+
+
+def test_a_list_imports_no_transformers(told):
+    texts = texts_of(told, LISTS, code=0)
+    assert all("[train_model.py:" in text for text in texts.values())
+
+
+def test_a_slip_imports_no_transformers(told):
+    texts = texts_of(told, SLIPS, code=2)
+    assert [words for words, wanted in SLIPS.items() if wanted not in texts[words]] == []
+
+
+def test_what_starts_the_ranks_imports_no_transformers(told):
     """Its ranks do, each for itself: in their launcher it is three seconds that all wait."""
-    start(LAUNCHERS, code=40)
+    texts_of(told, LAUNCHERS, code=40)

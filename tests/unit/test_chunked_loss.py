@@ -26,6 +26,8 @@ from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, VOCAB_SIZE, tiny_config
 
 FAMILIES = DECODERS + VISION_LANGUAGE
+# heads under each of the names, a cap of logits, and models whose head is beside the language model
+TIED = ("llama", "gpt2", "gpt_neox", "gemma2", "gemma3_vl", "qwen2_vl", "internvl")
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6}
 LENGTH = 14
 
@@ -88,8 +90,10 @@ def chunked(stage, loss_fn=sft, chunk=4):
     return ChunkedLoss(loss_fn, whole=stage.whole, chunk=chunk)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [*((family, False) for family in FAMILIES), *((family, True) for family in TIED)],
+)
 def test_it_equals_the_library(family, tied):
     for dtype in (torch.float64, torch.float32):
         whole, stage = make_pair(family, dtype=dtype, tied=tied)
@@ -97,8 +101,8 @@ def test_it_equals_the_library(family, tied):
         count = torch.tensor(7.0, dtype=dtype)
         expected = library_loss(whole, inputs, batch["labels"]) / count
         expected.backward()
-        kinds = (LossByToken, LossByToken, ChunkedLoss)
-        for kind, chunk in zip(kinds, (1, 4, 4), strict=True):
+        tried = [(LossByToken, 1), (LossByToken, 100), (ChunkedLoss, 4), (ChunkedLoss, 13)]
+        for kind, chunk in tried if dtype == torch.float64 else tried[:1]:
             stage.logits_chunk = chunk
             loss_fn = kind(sft, whole=stage.whole, chunk=chunk)
             loss = loss_fn(stage(batch["input_ids"], **inputs), batch, num_targets=count)
