@@ -7,6 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -144,36 +145,48 @@ def must_match(func: Any, tensor: torch.Tensor) -> bool:
 
 
 class Place:
-    """The current place of the host: in the project, and in another package that it called."""
+    """The current place of the host: in the project, and in another package that it called.
+
+    It keeps code and offset, and finds the line when it is told: each operation makes one.
+    """
 
     def __init__(self) -> None:
-        self._frames = []
+        self._own = self._library = None
         frame = sys._getframe(1)
         while frame is not None:
-            file = frame.f_code.co_filename
-            self._frames.append((file, frame.f_lineno))
-            if _is_own(file):
+            code = frame.f_code
+            kind = _kind(code.co_filename)
+            if kind == "own":
+                self._own = code, frame.f_lasti
                 break
+            if kind == "library" and self._library is None:
+                self._library = code, frame.f_lasti
             frame = frame.f_back
 
     def own(self) -> str:
         """`folder/file.py:line` of the innermost frame of the project; "?" without one."""
-        file, line = self._frames[-1]
-        return f"{Path(file).relative_to(ROOT)}:{line}" if _is_own(file) else "?"
+        if self._own is None:
+            return "?"
+        return f"{Path(self._own[0].co_filename).relative_to(ROOT)}:{_line(*self._own)}"
 
     def library(self) -> str:
         """`file.py:line` of the innermost frame of a library below it, torch apart; or ""."""
-        for file, line in self._frames[:-1]:
-            if "site-packages" in file and "/torch/" not in file:
-                return f"{Path(file).name}:{line}"
-        return ""
+        if self._library is None:
+            return ""
+        return f"{Path(self._library[0].co_filename).name}:{_line(*self._library)}"
 
     def __str__(self) -> str:
         library = self.library()
         return f"{library} < {self.own()}" if library else self.own()
 
 
+def _line(code: CodeType, offset: int) -> int | None:
+    return next(line for start, end, line in code.co_lines() if start <= offset < end)
+
+
 @functools.cache
-def _is_own(file: str) -> bool:
-    is_inside = file.startswith(f"{ROOT}/") and "site-packages" not in file
-    return is_inside and not file.startswith(HERE)
+def _kind(file: str) -> str:
+    """Whose a file is: "own" of the project, "library", or "" for torch, Python and this folder."""
+    if "site-packages" in file:
+        return "" if "/torch/" in file else "library"
+    return "own" if file.startswith(f"{ROOT}/") and not file.startswith(HERE) else ""

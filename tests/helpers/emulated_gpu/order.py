@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 Actor = tuple[int, int] | str  # (card, stream), or the host
 Part = tuple[int, int, int]  # the key of a storage, its first byte and the one after the last
@@ -18,8 +19,7 @@ HOST = "the host"
 Told = Callable[[], str]
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """One work's use of memory: the `time`-th work of its actor."""
 
     actor: Actor
