@@ -130,12 +130,18 @@ class CorpusArguments(Arguments[Any]):
 
 def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     """Read the options of a training run, by default of the words of this process."""
-    arguments = _settled(read_arguments(argv, train.RunConfig, keys=TRAIN_KEYS))
+
+    def keys(given: Mapping[str, Given]) -> Keys:
+        is_scored = not {"eval_completions", "metric", "help"}.isdisjoint(given)
+        return TRAIN_KEYS | ({"metric": "exact_match"} if is_scored else {})
+
+    arguments = _settled(read_arguments(argv, train.RunConfig, keys=keys))
     run = arguments.run
     model.check_vision(run)
     data.check_batches(run)
     train.check_learning_rate(run)
     train.check_rollouts(run, arguments.parts)
+    train.check_completions(run, arguments.parts)
     return arguments
 
 

@@ -26,7 +26,16 @@ from stageline.terminal import terminal
 if TYPE_CHECKING:
     from commands.train_data import Data
 
-SHELF = ("train_model", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer", "tracker")
+SHELF = (
+    "train_model",
+    "prompt",
+    "prompt_fn",
+    "dataset",
+    "loss_fn",
+    "metric",
+    "optimizer",
+    "tracker",
+)
 
 
 @dataclass(frozen=True)

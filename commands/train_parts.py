@@ -8,6 +8,7 @@ import functools
 import hashlib
 import inspect
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ from stageline.checkpoint.resume import ResumePoint, check_same_run
 from stageline.contracts import call, check_call
 from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
-from stageline.data.batches.prompts import prompt_of
+from stageline.data.batches.prompts import encode_question, prompt_of
 from stageline.data.batches.sampler import group_size_of
 from stageline.data.batches.step_maker import PromptMaker, read_row
 from stageline.data.images.images import ImageExpander
@@ -51,6 +52,13 @@ from stageline.data.text.processor import get_tokenizer, num_token_ids
 from stageline.distributed.process_group import DistributedContext, wait_for_weights
 from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
+from stageline.evaluation.report import (
+    Bootstrap,
+    check_metric,
+    collect_clusters,
+    is_graded,
+    wilson_interval,
+)
 from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
 from stageline.inference.decoding.chain import make_wire
 from stageline.inference.decoding.request import Sampling
@@ -85,6 +93,7 @@ from stageline.training.part_checks import (
 from stageline.training.replicas import Replicas
 from stageline.training.rewards import Reward, Rewards, try_rewards
 from stageline.training.rollouts import (
+    Completions,
     RolloutOptions,
     Rollouts,
     SampleFile,
@@ -520,6 +529,43 @@ class TrainingParts:
             held_out = make_prompts(self.config, data, context, data.test, is_evaluation=True)
         return rollouts, held_out
 
+    def make_completions(
+        self,
+        context: DistributedContext,
+        runner: PipelineRunner,
+        replicas: Replicas,
+        start_step: int,
+    ) -> Completions | None:
+        """Return what answers and scores held-out rows at each evaluation; None: none is."""
+        run, data = self.config.run, self.data
+        if not run.eval_completions:
+            return None
+        assert data.test is not None
+        rows = []
+        for row in range(min(run.eval_completions, len(data.test))):
+            images, sample = read_row(data.test, row)
+            if (chosen := sample.get("chosen")) is not None:  # the right answer of a pair
+                text = chosen if isinstance(chosen, str) else chosen[-1]["content"]
+                sample = {"answer": text, **sample}
+            rows.append((images, sample))
+        given = {**data.texts, "processor": data.processor, "pad_token_id": data.pad_token_id}
+        with host_state_kept():
+            prompts = [encode_question(*row, **given) for row in rows]
+        metric = self.config.parts["metric"].bound
+        if context.is_main:
+            check_metric(metric, [sample for _, sample in rows[:2]])
+        return Completions(
+            self._stage_answers(context, runner),
+            prompts,
+            functools.partial(score_answers, self.config.parts["metric"].key, metric),
+            replicas,
+            max_new_tokens=run.eval_max_new_tokens,
+            lot_size=run.batch_size,
+            on_samples=SampleFile(Path(run.output_dir).absolute(), start_step=start_step)
+            if context.is_main
+            else None,
+        )
+
     def _stage_answers(self, context: DistributedContext, runner: PipelineRunner) -> StageAnswers:
         run, data = self.config.run, self.data
         wire = None
@@ -704,6 +750,24 @@ def weigh_answers(run: RunConfig, num_ranks: int, row_tokens: int) -> Callable[[
     )
     loads = [step, held_out] if run.eval_samples else [step]
     return functools.partial(answer_cost, loads=loads)
+
+
+def score_answers(
+    name: str,
+    metric: Callable[..., dict[str, Any]],
+    predictions: list[dict[str, Any]],
+    samples: list[dict[str, Any]],
+) -> tuple[dict[str, float], list[float]]:
+    """Return the score of a metric with its 95 % interval, by name, and each answer's own."""
+    found = metric(predictions, samples)
+    scores = [float(one) for one in found["per_sample"]]
+    if is_graded(found):
+        interval = Bootstrap().interval(scores, clusters=collect_clusters(samples), name="all")
+    else:
+        interval = wilson_interval(sum(scores), len(scores))
+    low, high = interval or (math.nan, math.nan)
+    score = sum(scores) / max(len(scores), 1)
+    return {name: score, f"{name}_low": low, f"{name}_high": high}, scores
 
 
 def make_rewards(config: TrainArguments) -> Rewards:

@@ -172,6 +172,10 @@ class CheckpointOptions(Options):
     log_steps: int = free_option(1, "optimizer steps between lines of log.jsonl", ge=1)
     eval_steps: Steps = free_option(0, "steps between evaluations (0 = only at the end)", ge=0)
     eval_samples: Literal["all"] | int = free_option("all", "held-out samples (0 = none)", ge=0)
+    eval_completions: int = free_option(
+        0, "held-out rows answered at each evaluation, and scored by --metric", ge=0
+    )
+    eval_max_new_tokens: int = free_option(64, "max length of these answers, in tokens", ge=1)
     timeline_step: int = free_option(3, "optimizer step that timeline.png shows (0 = none)", ge=0)
     save_steps: Steps = free_option(0, "steps between checkpoints (0 = only at the end)", ge=0)
     save_best: str = free_option(
@@ -184,7 +188,7 @@ class CheckpointOptions(Options):
 
 
 # keys that a resumed run may change; options have this in their declaration
-KEYS_ON_RESUME = {"import": "free", "tracker": "free", "optimizer": "steps"}
+KEYS_ON_RESUME = {"import": "free", "tracker": "free", "metric": "free", "optimizer": "steps"}
 KEYS_ON_RESUME |= {"lr_scheduler": "steps", "loss_fn": "steps"}
 
 
@@ -505,6 +509,29 @@ def check_streaming(run: RunConfig, engine: str, *, world_size: int) -> None:
                 f"{spelled(name)} does not go with --engine streaming. Drop {spelled(name)} or use "
                 "--engine pipeline."
             )
+
+
+def check_completions(run: Any, parts: Any) -> None:
+    """Refuse a metric of held-out answers where the run draws none, or cannot."""
+    if not run.eval_completions:
+        if "metric" in parts:
+            raise OptionError(
+                f"--metric {parts['metric'].key} scores held-out answers. Add --eval-completions."
+            )
+        return
+    loss = parts["loss_fn"]
+    excluded = {
+        "--eval-samples 0": run.eval_samples == 0,
+        "--engine streaming": parts["engine"].key == "streaming",
+        "--vision-stages": run.vision_stages > 0,
+        f"--loss-fn {loss.key}": loss.facts.samples_answers or not loss.facts.predicts_tokens,
+    }
+    refuse(
+        {
+            f"{name} does not go with --eval-completions. Drop one.": is_given
+            for name, is_given in excluded.items()
+        }
+    )
 
 
 def check_rollouts(run: Any, parts: Any) -> None:

@@ -34,7 +34,8 @@ class EvalResult:
         token_accuracy: share of supervised tokens that greedy prediction hits, given the true
             tokens before them; None for a loss_fn part over scores.
         predicted: token ids predicted at the supervised places of each of the first `keep` rows.
-        figures: named figures of the loss_fn part besides its loss.
+        figures: named figures of the loss_fn part besides its loss, and of the completions.
+        completions: answers of the stages to the first rows.
         perplexity: exp of the loss, where that is the mean cross-entropy of tokens.
     """
 
@@ -43,6 +44,7 @@ class EvalResult:
     num_targets: int  # supervised tokens
     predicted: list[list[int]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
+    completions: list[str] = field(default_factory=list)
     perplexity: float | None = None
 
     def named(self) -> dict[str, float]:

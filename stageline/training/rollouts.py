@@ -26,6 +26,7 @@ from stageline.data.batches.prompts import answered, decoder_inputs, prompt_of
 from stageline.data.batches.step_maker import PackedStepMaker, StepMaker
 from stageline.data.images.images import ImageExpander
 from stageline.data.text.processor import get_tokenizer
+from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.inference.decoding.answer_groups import (
     AnswerGroups,
@@ -140,7 +141,7 @@ class StageAnswers:
         sampling: Sampling,
         *,
         lot_size: int,
-        on_lot: OnLot,
+        on_lot: OnLot | None = None,
     ) -> list[list[SampledAnswer]]:
         """Return the answers, of which `on_lot` gets each lot at once; on the first rank only."""
         with progress.doing("decoding"), answering(self.models):
@@ -179,6 +180,64 @@ class StageAnswers:
             with progress.doing("what another rank knows of answers", is_waiting=waits):
                 dist.broadcast_object_list(told, group=self.wire.group, group_src=source)
         return told[0]
+
+
+@dataclass(frozen=True)
+class Completions:
+    """The likeliest answers of the stages to held-out rows, scored; every rank calls it.
+
+    Attributes:
+        prompts: of the rows, the same on all ranks.
+        score: (predictions, samples) -> figures, and a score for each; the main rank calls it.
+        lot_size: prompts that are answered together.
+        on_samples: gets (step, records) on the main rank.
+    """
+
+    answers: StageAnswers
+    prompts: Sequence[EncodedSample]
+    score: Callable[
+        [list[dict[str, Any]], list[dict[str, Any]]], tuple[dict[str, float], list[float]]
+    ]
+    replicas: Replicas
+    max_new_tokens: int
+    lot_size: int
+    on_samples: Callable[[int, list[dict[str, Any]]], None] | None
+
+    def __call__(self, step: int) -> tuple[dict[str, float], list[str]]:
+        """Return the figures of the score, and the answers."""
+        self.replicas.put_together()
+        mine = self.prompts[self.replicas.rank :: self.replicas.size]
+        sampling = Sampling(max_new_tokens=self.max_new_tokens, temperature=0.0)
+        found = self.answers(mine, [(0,)] * len(mine), sampling, lot_size=self.lot_size)
+        told = self.replicas.gather(self.answers.shared([one.text for [one] in found]))
+        places = (divmod(row, self.replicas.size) for row in range(len(self.prompts)))
+        texts = [told[replica][place] for place, replica in places]
+        samples = [one.sample for one in self.prompts]
+        tokenizer = get_tokenizer(self.answers.processor)
+        predictions = [
+            {
+                "id": str(one.sample["id"]),
+                "prediction": text,
+                "prompt": tokenizer.decode(prompt_of(one).input_ids, skip_special_tokens=True),
+            }
+            for one, text in zip(self.prompts, texts, strict=True)
+        ]
+        scored = Ranks.of(None).on_first(lambda: self.score(predictions, samples))
+        assert scored is not None
+        figures, scores = scored
+        if self.on_samples is not None:
+            records = [
+                {
+                    "step": step,
+                    "row": row,
+                    "id": one["id"],
+                    "prompt": one["prompt"],
+                    "answers": [{"text": one["prediction"], "score": score}],
+                }
+                for row, (one, score) in enumerate(zip(predictions, scores, strict=True))
+            ]
+            self.on_samples(step, records)
+        return figures, texts
 
 
 class _Rows(list):

@@ -340,17 +340,18 @@ class RunLog:
         self._held_out = [f"{name} {value:.4f}" for name, value in result.named().items()]
         shown = self._held_out
         self.say(f"step {step} | held-out {' | '.join(shown)} | num_targets {result.num_targets}")
-        if not self.is_main or not result.predicted:
+        if not self.is_main or not (result.completions or result.predicted):
             return
         from stageline.plotting.pictures import caption, plot_predictions
         from stageline.plotting.pictures import shown as pictured
 
         tokenizer = getattr(processor, "tokenizer", processor)
         columns: list[tuple[Any, str, bool | None, str]] = []
-        for index, ids in enumerate(result.predicted):
-            if ids:  # else dropped, or another replica's
+        guesses = [tokenizer.decode(ids, skip_special_tokens=True) for ids in result.predicted]
+        for index, text in enumerate((result.completions or guesses)[: self.num_pictures]):
+            if result.completions or text:  # else dropped, or another replica's
                 pictures, sample = dataset[index]
-                text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+                text = text.strip()
                 picture, question, answer = pictured(sample, pictures)
                 answer = answer.strip()
                 is_right = text == answer if answer else None

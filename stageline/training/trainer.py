@@ -160,6 +160,7 @@ class Trainer:
             self.held_out = None
             if held_out is not None:
                 self.held_out = parts.make_loader(held_out, context, runner, is_evaluation=True)
+        self.completions = parts.make_completions(context, runner, self.replicas, self.start_step)
 
         # Checkpoints; a resumed run takes over optimizer, masters, adapters and counters
         weights = self.train_step.weights
@@ -378,6 +379,9 @@ class Trainer:
                     replicas=self.replicas,
                     prepare=self.prepare_held_out,
                 )
+                if self.completions is not None:
+                    figures, result.completions = self.completions(step)
+                    result.figures.update(figures)
         is_best = self.best.improves(result)
         # first: a run that is killed here makes an evaluation again that is not in the log
         kept = self.best.keep(step, result) if is_best else ""

@@ -7,10 +7,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stageline.checkpoint.layout import verify
+from tests.helpers.forked_entry import run_entry
+from tests.helpers.house import ROOT
 from tests.helpers.small_run import Job
 from tests.helpers.tiny_datasets import write_lines
 
 NUM_HELD_OUT = 11  # neither whole batches nor whole micro-batches
+
+METRIC = """
+from register import metric_register
+
+@metric_register("ones")
+def ones(predictions, samples):
+    return {"per_sample": [float("1" in one["prediction"]) for one in predictions], "groups": {}}
+"""
 
 
 @pytest.fixture
@@ -44,8 +54,20 @@ def plain_figures(checkpoint, rows):
 
 def test_the_kept_weights_compute_the_best_figures_of_the_log(job):
     folder = job.folder
+    part = folder / "ones.py"
+    part.write_text(METRIC)
     options = "--eval-steps 4 --eval-samples all --learning-rate 0.05 --lr-scheduler constant"
-    more = ("--dataset-path", folder, "--save-best", "loss", "--save-steps", 0)
+    more = ("--dataset-path", folder, "--save-best", "loss", "--save-steps", 4)
+    more += (
+        "--eval-completions",
+        5,
+        "--eval-max-new-tokens",
+        6,
+        "--metric",
+        "ones",
+        "--import",
+        part,
+    )
     done = job.train("run", *options.split(), *more)
     evaluations = job.records("run", "eval")
     assert [line["step"] for line in evaluations] == [0, 4, 8, 12]
@@ -55,6 +77,7 @@ def test_the_kept_weights_compute_the_best_figures_of_the_log(job):
     checkpoints = folder / "run" / "checkpoints"
     manifest = verify(checkpoints / "best")
     figures = {name: best[name] for name in ("loss", "perplexity", "token_accuracy", "num_targets")}
+    figures |= {name: best[name] for name in best if name.startswith("ones")}
     assert manifest["best"] == {"metric": "loss", "step": best["step"], "figures": figures}
     assert plain_figures(checkpoints / "best", folder / "test.jsonl") == (
         pytest.approx(best["loss"], rel=1e-5),
@@ -62,5 +85,35 @@ def test_the_kept_weights_compute_the_best_figures_of_the_log(job):
         best["num_targets"],
     )
     names = {path.name for path in checkpoints.iterdir()}
-    assert names == {"best", f"best-step-{best['step']:08d}", "step-00000012"}
+    steps = ("step-00000004", "step-00000008", "step-00000012")
+    assert names == {"best", f"best-step-{best['step']:08d}", *steps}
     assert f"{best['loss']:.4f} at step {best['step']}: saved {checkpoints / 'best'}" in done.out
+
+    # the stages that train answer as `stageline eval` does with their checkpoint, byte by byte
+    samples = [json.loads(line) for line in (folder / "run" / "samples.jsonl").open()]
+    assert len(samples) == 5 * len(evaluations)
+    scores = [line["ones"] for line in evaluations]
+    assert scores[0] == 0 < max(scores)
+    for line in evaluations[1:]:
+        out, checkpoint = folder / f"eval-{line['step']}", checkpoints / f"step-{line['step']:08d}"
+        words = "--model generate --builder auto --dataset jsonl --prompt question --prompt-fn fill"
+        words += " --image-token none --metric ones --max-new-tokens 6 --limit 5"
+        paths = (
+            "--model-path",
+            checkpoint,
+            "--dataset-path",
+            folder,
+            "--output-dir",
+            out,
+            "--import",
+            part,
+        )
+        ran = run_entry([ROOT / "evaluate.py", *words.split(), *paths])
+        assert ran.returncode == 0, ran.stderr
+        predictions = map(json.loads, (out / "predictions.jsonl").open())
+        expected = {one["id"]: one["prediction"] for one in predictions}
+        own = [one for one in samples if one["step"] == line["step"]]
+        assert {one["id"]: one["answers"][0]["text"] for one in own} == expected
+        report = json.loads((out / "report.json").read_text())
+        interval = [line["ones_low"], line["ones_high"]]
+        assert (line["ones"], interval) == (report["score"], report["interval_95"])

@@ -36,6 +36,16 @@ def encode_prompt(
     return encode_sft(images, sample, encode=with_stand_in, **common)
 
 
+def encode_question(
+    images: Images, sample: Sample, *, processor: Any, pad_token_id: int, **texts: Any
+) -> EncodedSample:
+    """Encode a prompt of any length, as an evaluation asks it, with a stand-in of one token."""
+    rendered = render_sample(images, sample, processor=processor, for_generation=True, **texts)
+    prompt = encode_sample(rendered, images, processor=processor, name=sample_name(sample))
+    row = with_answer(prompt, [pad_token_id])
+    return EncodedSample(images, sample, [row], len(row), [row])
+
+
 def with_answer(prompt: Encoded, answer: Sequence[int]) -> Encoded:
     """Return the row of a prompt and its answer, which is in the loss."""
     is_target = [False] * len(prompt) + [True] * len(answer)
