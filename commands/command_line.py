@@ -52,10 +52,7 @@ COMMANDS = {
     "chat": Command("chat", "chat with a model in the terminal"),
     "export": Command("export", "write a checkpoint as a Hugging Face folder", "export.py"),
     "corpus": Command(
-        "corpus",
-        "build, merge and check a pre-training corpus",
-        "corpus.py",
-        has_actions=True,
+        "corpus", "build, merge and check a pre-training corpus", "corpus.py", has_actions=True
     ),
     "serve": Command("serve", "serve a model over HTTP with OpenAI's API", "serve.py"),
     "list": Command("train", "list all components, with file and line", TRAIN, ("--list",)),

@@ -36,8 +36,8 @@ from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder, cache_budget, cells_within
-from stageline.inference.generation import stop_ids_of
-from stageline.model_folder import find_folder, load_config, num_positions
+from stageline.inference.generation import num_positions, stop_ids_of
+from stageline.model_folder import find_folder, load_config
 from stageline.modules.lora import merge_lora
 from stageline.planner.partition import decode_partition
 

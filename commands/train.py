@@ -45,11 +45,6 @@ class RunPlan(TrainArguments):
     topology: Topology  # stages, ranks and replicas
 
     @property
-    def watchdog_rules(self) -> WatchdogRules:
-        """Return the limits after which the watchdog of a rank ends the run."""
-        return WatchdogRules(self.run.hang_timeout, self.run.stop_deadline)
-
-    @property
     def exchange_timeout(self) -> float:
         """Timeout of an exchange in seconds, longer than the watchdog's, whose report says more."""
         return max(600.0, self.run.hang_timeout + 180.0)
@@ -115,7 +110,8 @@ def start_ranks(config: RunPlan) -> None:
         return  # one process reads the data and tries the parts
     tell_run_folder(config.run.output_dir)
     terminal.begin_quietly()
-    launch_if_needed(config.topology.num_processes, rules=config.watchdog_rules)
+    rules = WatchdogRules(config.run.hang_timeout, config.run.stop_deadline)
+    launch_if_needed(config.topology.num_processes, rules=rules)
 
 
 def recorded_options(run: RunConfig) -> dict[str, Any]:

@@ -62,8 +62,8 @@ from stageline.evaluation.report import (
 from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
 from stageline.inference.decoding.chain import make_wire
 from stageline.inference.decoding.request import Sampling
-from stageline.inference.generation import stop_ids_of
-from stageline.model_folder import find_folder, load_config, num_positions
+from stageline.inference.generation import num_positions, stop_ids_of
+from stageline.model_folder import find_folder, load_config
 from stageline.modules.chunked_loss import ChunkedLoss, LossByToken
 from stageline.modules.lora_layer import PISSA
 from stageline.modules.losses import without_reference
@@ -251,11 +251,7 @@ def make_planner(
 
     def loss_for(model: Stage) -> StepLoss:
         return StepLoss(
-            make_loss(config, model),
-            num_targets=1,
-            num_micro_batches=1,
-            scale=1.0,
-            device=device,
+            make_loss(config, model), num_targets=1, num_micro_batches=1, scale=1.0, device=device
         )
 
     return Planner(
@@ -351,11 +347,12 @@ class TrainingParts:
         samples = run.batch_size * run.accumulate_steps * replicas
         turns = run.total_steps * samples / max(len(self.data.train), 1)
         epochs = "" if self.samples_answers else f", {turns:.3g} epochs"
+        steps = {"steps": f"{run.total_steps:,} of {samples} samples{epochs}"}
         return {
             "run folder": f"{Path(run.output_dir).absolute()} (run.log, log.jsonl, config.yaml)",
             "parallelism": f"{schedule.num_stages} stages on {schedule.num_ranks} ranks, "
             f"{replicas} x data, {schedule.name}, {run.num_micro_batches} micro-batches of {size}",
-            "steps": f"{run.total_steps:,} of {samples} samples{epochs}",
+            **(steps if run.num_train_epochs is None else {}),  # `settle_steps` counted them
             "optimizer": f"{parts['optimizer'].key}, {run.precision}, lr {run.learning_rate:g}, "
             f"{parts['lr_scheduler'].key}, {run.warmup_steps} warm-up steps",
             "checkpoints": f"--save-steps {run.save_steps}, --save-best {run.save_best}",

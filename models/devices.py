@@ -10,20 +10,10 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
-from stageline.checkpoint.adapter import (
-    config_folder,
-    find_base,
-    processor_folder,
-    refuse_two_ways,
-)
+from stageline.checkpoint.adapter import config_folder, find_base, processor_folder, refuse_two_ways
 from stageline.device import VISIBLE, accelerators
 from stageline.errors import UserError
-from stageline.inference.model_cutter import (
-    ModelCutter,
-    Wanted,
-    check_fit,
-    format_table,
-)
+from stageline.inference.model_cutter import ModelCutter, Wanted, check_fit, format_table
 from stageline.model_folder import find_folder, load_config
 from stageline.pipeline.topology import no_tower
 from stageline.planner.estimate import model_on_meta

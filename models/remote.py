@@ -259,11 +259,7 @@ class RequestFiles:
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        *,
-        max_requests: int = MAX_REQUESTS,
-        max_bytes: int = MAX_BYTES,
+        self, folder: str | Path, *, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)

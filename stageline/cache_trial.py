@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from stageline.model_folder import is_of_library, special_tokens
+from stageline.model_folder import special_tokens
 from stageline.shrink import layer_period, shrink_config
 
 SPREAD = 0.1  # noise on all weights: weights of 0 or 1 hide a swapped or lost one
@@ -55,14 +55,6 @@ def cache_name(model: PreTrainedModel) -> str | None:
             warnings.simplefilter("ignore")
             _FOUND[key] = _tried_name(model)
     return _FOUND[key]
-
-
-def answers_alike(model: PreTrainedModel) -> bool:
-    """Return whether `generate` gives a row the same answer with padding and a cache as without.
-
-    Models of transformers are taken to do so; code of one's own may ignore a cache that it takes.
-    """
-    return is_of_library(model) or cache_name(model) is not None
 
 
 def _tried_name(model: PreTrainedModel) -> str | None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from stageline.errors import UserError
 
@@ -71,13 +70,6 @@ def visible(devices: Sequence[torch.device]) -> tuple[str, list[str]]:
     given = os.environ.get(VISIBLE[kind], "")
     named = [name.strip() for name in given.split(",") if name.strip()]
     return VISIBLE[kind], named or [str(device.index) for device in devices]
-
-
-def group_backend(device: torch.device) -> str:
-    """Return the backend of a process group; gloo carries small integers without the GPU."""
-    if not is_accelerator(device):
-        return "gloo"
-    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:

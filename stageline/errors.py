@@ -8,10 +8,7 @@ Codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 storage, 6 non-finite, 7 memory,
 """
 
 import errno
-import os
 import re
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping
 
 CRASH, INTERRUPTED, PREEMPTED = 9, 130, 143
@@ -116,13 +113,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
-
-
-_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib"))
-
-
-def raised_at(error: BaseException) -> str:
-    """Return " at file:line" of the innermost frame, where one is outside of installed packages."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)] or frames
-    return f" at {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
 
 from stageline.errors import CheckpointError, UserError
 from stageline.hub import name_of
@@ -263,33 +262,6 @@ def rope_parameters(text: "PretrainedConfig") -> list[dict[str, Any]]:
     """Return the rope parameters of each kind of layer of a language model, or of all."""
     rope = getattr(text, "rope_parameters", None) or {}
     return [value for value in rope.values() if isinstance(value, dict)] or [rope]
-
-
-def num_positions(model: "nn.Module | PretrainedConfig") -> int | None:
-    """Return how many tokens a row may have at most; None: the model does not say.
-
-    A table of learned positions with a padding index is used from behind it on: RoBERTa reads
-    `max_position_embeddings` - `pad_token_id` - 1 tokens.
-    """
-    from transformers import AutoModelForCausalLM, PretrainedConfig
-
-    config: Any = model if isinstance(model, PretrainedConfig) else model.config
-    text = config.get_text_config(decoder=True)
-    most: int | None = getattr(text, "max_position_embeddings", None)
-    if most is None or getattr(text, "rope_parameters", None):
-        return most
-    whole: Any = model
-    if isinstance(model, PretrainedConfig):
-        if has_trusted_code(config):  # transformers would ask on the terminal
-            return most
-        try:
-            with torch.device("meta"):
-                whole = AutoModelForCausalLM.from_config(config)
-        except ValueError:  # this kind has no such class
-            return most
-    tables = [table for name, table in whole.named_modules() if "position" in name]
-    padding = [one.padding_idx for one in tables if isinstance(one, nn.Embedding)]
-    return most - max((1 + index for index in padding if index is not None), default=0)
 
 
 def short_length(text: "PretrainedConfig") -> int | None:

@@ -37,13 +37,13 @@ from stageline.checkpoint.shards import (
     disk_state,
     gathered,
     save_config,
-    save_processor,
     save_stop_ids,
     shard_name,
     split_state,
     write_index,
     write_shard,
 )
+from stageline.data.text.processor import save_processor
 from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.hub import name_of
@@ -346,8 +346,9 @@ def finish_draft(
     versions = {n: importlib.metadata.version(n) for n in ("torch", "transformers", "safetensors")}
 
     def finish() -> None:
-        save_processor(processor, draft)
-        save_stop_ids(processor, draft)
+        if processor is not None:
+            save_processor(processor, draft)
+            save_stop_ids(processor, draft)
         publish(draft, folder, facts={**facts, "versions": versions}, known=known)
 
     ranks.on_first(finish, draft)

@@ -15,11 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from stageline.checkpoint.files import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    write_tensors,
-)
+from stageline.checkpoint.files import INDEX_FILE, SINGLE_FILE, write_tensors
 from stageline.checkpoint.layout import file_facts
 from stageline.data.text.chat import stop_ids_with
 from stageline.data.text.processor import get_tokenizer
@@ -231,21 +227,6 @@ def save_config(stage: Stage, folder: Path) -> None:
         if stage.whole.can_generate():
             stage.whole.generation_config.save_pretrained(folder)
     config.save_pretrained(folder)
-
-
-def save_processor(processor: Any, folder: Path) -> None:
-    """Save a tokenizer or processor; one that cannot save itself whole, by its parts."""
-    if processor is None:
-        return
-    try:
-        processor.save_pretrained(folder)
-    except Exception:
-        # a processor of a model with video has a part that exists with torchvision only
-        parts = [getattr(processor, name, None) for name in ("tokenizer", "image_processor")]
-        if parts == [None, None]:
-            raise
-        for part in filter(None, parts):
-            part.save_pretrained(folder)
 
 
 def save_stop_ids(processor: Any, folder: Path) -> None:

@@ -28,13 +28,7 @@ from stageline.checkpoint.optimizer_state import (
     group_values,
     state_share,
 )
-from stageline.checkpoint.save import (
-    Files,
-    WeightSaver,
-    WeightShare,
-    finish_draft,
-    start_draft,
-)
+from stageline.checkpoint.save import Files, WeightSaver, WeightShare, finish_draft, start_draft
 from stageline.checkpoint.shards import HostCopies, gathered
 from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError, spelled

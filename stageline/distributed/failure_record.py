@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,6 @@ from stageline.errors import (
     StorageError,
     UserError,
     is_out_of_memory,
-    raised_at,
     spelled,
 )
 from stageline.progress import Progress, place
@@ -32,6 +32,7 @@ _LOST_CONNECTION = re.compile(
     re.IGNORECASE,
 )
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib"))
 _ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
 
 
@@ -175,6 +176,13 @@ def record_here(
         time_ns=time.time_ns(),
         is_secondary=is_secondary,
     )
+
+
+def raised_at(error: BaseException) -> str:
+    """Return " at file:line" of the innermost frame, where one is outside of installed packages."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)] or frames
+    return f" at {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
 
 
 def record_of(error: BaseException, *, is_secondary: bool = False) -> FailureRecord:

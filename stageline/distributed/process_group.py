@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline import progress
-from stageline.device import VISIBLE, group_backend, is_accelerator, stage_devices
+from stageline.device import VISIBLE, is_accelerator, stage_devices
 from stageline.distributed.stop import settle, stop_code
 from stageline.errors import UserError
 from stageline.hub import name_of
@@ -260,6 +260,13 @@ def _pass_on(
     elif context.pp_rank == target:
         dist.recv(value, dist.get_global_rank(context.pp_group, source), group=group)
         assert int(value) == source
+
+
+def group_backend(device: torch.device) -> str:
+    """Return the backend of a process group; gloo carries small integers without the GPU."""
+    if not is_accelerator(device):
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def _init_group(rank: int, world_size: int, device: torch.device, *, timeout: float) -> None:

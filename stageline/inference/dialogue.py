@@ -23,9 +23,13 @@ from stageline.data.text.processor import get_image_token, get_tokenizer
 from stageline.data.text.rendered import Rendered
 from stageline.errors import DataError, RemoteError, StorageError, UserError
 from stageline.inference.decoding.answer import AnswerText
-from stageline.inference.generation import encode_prompts, generate_batch, stop_token_ids
+from stageline.inference.generation import (
+    encode_prompts,
+    generate_batch,
+    num_positions,
+    stop_token_ids,
+)
 from stageline.inference.remote import Endpoint, image_url, send
-from stageline.model_folder import num_positions
 
 FENCE = "```"
 COMMANDS = ("new", "system", "image", "retry", "undo", "save", "settings", "help")

@@ -15,9 +15,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
-from stageline.cache_trial import answers_alike
+from stageline.cache_trial import cache_name
 from stageline.data.batches.batch import Images, add_image_inputs, encode_sample, pad_rows
 from stageline.data.images.images import lies_in_rows
 from stageline.data.text.chat import stop_ids_with
@@ -25,14 +31,9 @@ from stageline.data.text.encode import Encoded
 from stageline.data.text.processor import get_pad_token_id, get_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
-from stageline.inference.decoding.request import (
-    Failed,
-    Scored,
-    ScoreRequest,
-    answer_room,
-)
+from stageline.inference.decoding.request import Failed, Scored, ScoreRequest, answer_room
 from stageline.inference.decoding.stage_decoder import score_row
-from stageline.model_folder import num_positions, short_length
+from stageline.model_folder import has_trusted_code, is_of_library, short_length
 
 
 def encode_prompts(
@@ -340,6 +341,31 @@ def score_rows(
                 yield Scored(str(place), tuple(logprobs), is_greedy)
 
 
+def num_positions(model: nn.Module | PretrainedConfig) -> int | None:
+    """Return how many tokens a row may have at most; None: the model does not say.
+
+    A table of learned positions with a padding index is used from behind it on: RoBERTa reads
+    `max_position_embeddings` - `pad_token_id` - 1 tokens.
+    """
+    config: Any = model if isinstance(model, PretrainedConfig) else model.config
+    text = config.get_text_config(decoder=True)
+    most: int | None = getattr(text, "max_position_embeddings", None)
+    if most is None or getattr(text, "rope_parameters", None):
+        return most
+    whole: Any = model
+    if isinstance(model, PretrainedConfig):
+        if has_trusted_code(config):  # transformers would ask on the terminal
+            return most
+        try:
+            with torch.device("meta"):
+                whole = AutoModelForCausalLM.from_config(config)
+        except ValueError:  # this kind has no such class
+            return most
+    tables = [table for name, table in whole.named_modules() if "position" in name]
+    padding = [one.padding_idx for one in tables if isinstance(one, nn.Embedding)]
+    return most - max((1 + index for index in padding if index is not None), default=0)
+
+
 def longest_row(model: Any) -> int | None:
     """Return the most tokens the model reads in a row; None where it does not say."""
     if not isinstance(model, torch.nn.Module):
@@ -446,3 +472,11 @@ def text_result(scores: Sequence[Scored | Failed], text: str) -> dict[str, Any]:
 def failed_answer(failed: Failed) -> dict[str, str]:
     """Return what is kept of a request that got no answer."""
     return {"error": f"{type(failed.error).__name__}: {failed.error}"}
+
+
+def answers_alike(model: PreTrainedModel) -> bool:
+    """Return whether `generate` gives a row the same answer with padding and a cache as without.
+
+    Models of transformers are taken to do so; code of one's own may ignore a cache that it takes.
+    """
+    return is_of_library(model) or cache_name(model) is not None

@@ -24,12 +24,7 @@ from stageline.pipeline.topology import layer_range
 from stageline.stages.causal_lm import run_whole
 from stageline.stages.discover import is_pixel, plan_of, sizes_of
 from stageline.stages.example_batch import example_pictures, image_token
-from stageline.stages.packing import (
-    axes_positions,
-    host_positions,
-    is_packed,
-    multimodal_positions,
-)
+from stageline.stages.packing import axes_positions, host_positions, is_packed, multimodal_positions
 from stageline.stages.split_plan import SplitPlan
 from stageline.stages.vision_stages import Batch, VisionStages
 

@@ -5,11 +5,7 @@ Has the names of RoundPipe: `import stageline.streaming as roundpipe`; docs/roun
 
 from stageline.streaming.engine import RoundPipe
 from stageline.streaming.plan import Plan
-from stageline.streaming.recompute import (
-    doing_recompute,
-    get_recompute_data,
-    save_for_recompute,
-)
+from stageline.streaming.recompute import doing_recompute, get_recompute_data, save_for_recompute
 from stageline.streaming.run_config import RoundPipeRunConfig
 from stageline.streaming.wrap import AutoRoundPipe, wrap_model_to_roundpipe
 

@@ -147,12 +147,7 @@ def length_reward(num_tokens: int, *, longest: int, margin: int) -> float:
 
 
 def judged(
-    url: str,
-    model: str,
-    key: str | None,
-    *rows: Sequence[str],
-    seconds: float,
-    most: int = 16,
+    url: str, model: str, key: str | None, *rows: Sequence[str], seconds: float, most: int = 16
 ) -> list[float | None]:
     """Return the scores of a judge behind an OpenAI-style API, from 0 to 1; None: no number.
 

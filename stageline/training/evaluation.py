@@ -166,10 +166,10 @@ def figure_of(result: EvalResult, name: str) -> float:
     return figures[name]
 
 
-def is_better(value: float, best: float, *, metric: str, by: float = 0.0) -> bool:
+def is_better(value: float, best: float | None, *, metric: str, by: float = 0.0) -> bool:
     """Whether a figure beats the best so far by more than `by`; what is not a number never does."""
-    if not math.isfinite(value):
-        return False
+    if best is None or not math.isfinite(value):
+        return math.isfinite(value)
     lower = any(word in metric for word in FALLING)
     return value < best - by if lower else value > best + by
 
@@ -214,9 +214,7 @@ class BestCheckpoint:
         """Whether it is better than all before."""
         if self.metric == "none" or result.num_targets == 0:
             return False
-        value = figure_of(result, self.metric)
-        best = self.value
-        return math.isfinite(value) if best is None else is_better(value, best, metric=self.metric)
+        return is_better(figure_of(result, self.metric), self.value, metric=self.metric)
 
     def keep(self, step: int, result: EvalResult) -> str:
         """Save the weights as the new best, then remove the old ones; return a line about it."""
@@ -273,9 +271,7 @@ class EarlyStop:
         return 0 < self.patience <= self.count
 
     def see(self, step: int, value: float) -> None:
-        is_improved = math.isfinite(value)
-        if self.best is not None:
-            is_improved = is_better(value, self.best, metric=self.metric, by=self.delta)
+        is_improved = is_better(value, self.best, metric=self.metric, by=self.delta)
         self.count = 0 if is_improved else self.count + 1
         if is_improved:
             self.best, self.best_step = value, step

@@ -12,7 +12,8 @@ from torch import nn
 
 from stageline.contracts import broken, call, part_name, shown
 from stageline.data.batches.batch import IGNORE
-from stageline.errors import UserError, raised_at
+from stageline.distributed.failure_record import raised_at
+from stageline.errors import UserError
 from stageline.modules.losses import without_reference
 from stageline.seeds import host_state_kept, seed_host
 from stageline.training.loss_part import LossPart, MicroBatch, innermost

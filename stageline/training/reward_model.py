@@ -26,30 +26,20 @@ from stageline.data.text.chat import render_chat
 from stageline.data.text.chat_template import template_of
 from stageline.data.text.encode import Encoded
 from stageline.data.text.messages import tools_of, turns_of
-from stageline.data.text.processor import (
-    get_pad_token_id,
-    load_processor,
-    num_token_ids,
-)
+from stageline.data.text.processor import get_pad_token_id, load_processor, num_token_ids
 from stageline.data.text.rendered import place_image_text, plain_image_text
 from stageline.errors import CheckpointError, UserError
-from stageline.model_folder import find_folder, num_positions
+from stageline.inference.generation import num_positions
+from stageline.model_folder import find_folder
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 _loading = threading.Lock()  # a late call may still load when that of the next step comes
 
 
-def reward_model(
-    path: str | Path, *, device: str = "cpu", dtype: Precision = "auto"
-) -> "RewardModel":
+def reward_model(path: str, *, device: str = "cpu", dtype: Precision = "auto") -> "RewardModel":
     """Return the reward model of a folder, loaded the first time; see `RewardModel`."""
     with _loading:
-        return _load(str(path), device, dtype)
-
-
-@functools.cache
-def _load(path: str, device: str, dtype: Precision) -> "RewardModel":
-    return RewardModel(find_folder(path, option="`path` of the reward"), device, dtype)
+        return _loaded(find_folder(path, option="`path` of the reward"), device, dtype)
 
 
 class RewardModel:
@@ -68,10 +58,8 @@ class RewardModel:
     def __init__(self, folder: Path, device: str, dtype: Precision) -> None:
         model: Any = load_plain(folder, dtype=None if dtype == "auto" else getattr(torch, dtype))
         name, count = type(model).__name__, getattr(model.config, "num_labels", 0)
-        if not name.endswith(CLASSIFIER) or count != 1:
-            came = (
-                f"with {count} labels" if name.endswith(CLASSIFIER) else "which has no score head"
-            )
+        if not (has_head := name.endswith(CLASSIFIER)) or count != 1:
+            came = f"with {count} labels" if has_head else "which has no score head"
             raise UserError(
                 f"{folder} holds a {name}, {came}. Take a sequence classifier with one label: a "
                 "checkpoint that `loss_fn` rm trained, or a reward model of transformers."
@@ -177,3 +165,6 @@ class RewardModel:
             rendered = place_image_text(rendered, plain_image_text(self.processor))
         rendered = replace(rendered, name=name)
         return encode_sample(rendered, images, processor=self.processor, name=name)
+
+
+_loaded = functools.cache(RewardModel)

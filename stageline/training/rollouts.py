@@ -61,13 +61,7 @@ from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.seeds import derive_seed, host_state_kept
 from stageline.training.evaluation import EvalResult
 from stageline.training.loss_part import Output, logits_of
-from stageline.training.reference import (
-    FrozenCopy,
-    Mode,
-    StartStage,
-    choose_mode,
-    holds_last_stage,
-)
+from stageline.training.reference import FrozenCopy, Mode, StartStage, choose_mode, holds_last_stage
 from stageline.training.replicas import Replicas
 from stageline.training.rewards import (
     Advantage,

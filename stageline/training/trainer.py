@@ -32,13 +32,7 @@ from stageline.training.evaluation import BestCheckpoint, EarlyStop, evaluate, f
 from stageline.training.memory import MemoryAccount
 from stageline.training.nonfinite import Skips
 from stageline.training.precision import LossScaler, MasterWeights
-from stageline.training.reference import (
-    Mode,
-    Reference,
-    choose_mode,
-    from_columns,
-    reference_table,
-)
+from stageline.training.reference import Mode, Reference, choose_mode, from_columns, reference_table
 from stageline.training.replicas import Replicas, ShardedReplicas, share_rows
 from stageline.training.run_log import RunLog, show_stages
 from stageline.training.step import StepResult, TrainStep

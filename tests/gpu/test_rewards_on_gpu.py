@@ -27,7 +27,7 @@ def test_a_reward_model_scores_as_on_the_host(tmp_path):
     samples, answers = [{"question": "Which digit is this?"}] * 3, ["7", "no and not", ""]
     scores = {}
     for device in ("cpu", "cuda"):
-        model = reward_model(tmp_path, device=device)
+        model = reward_model(str(tmp_path), device=device)
         assert model.model.device.type == device
         scores[device] = torch.tensor(model(samples, answers, prompt="[QUESTION][ANSWER]"))
     torch.testing.assert_close(scores["cuda"], scores["cpu"], rtol=1e-4, atol=1e-5)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from commands.answer_run import _take_own_devices
-from stageline.device import accelerators, group_backend, stage_devices
-from stageline.distributed.process_group import choose_device
+from stageline.device import accelerators, stage_devices
+from stageline.distributed.process_group import choose_device, group_backend
 from stageline.errors import UserError
 from stageline.inference.decoding.stage_decoder import cache_budget
 from stageline.planner.estimate import device_capacity

@@ -5,8 +5,13 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from stageline.data.text.rendered import Piece, Rendered
-from stageline.inference.generation import ScoredRow, generate, longest_row, score_rows
-from stageline.model_folder import num_positions
+from stageline.inference.generation import (
+    ScoredRow,
+    generate,
+    longest_row,
+    num_positions,
+    score_rows,
+)
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 from tools.tiny_model import make
 

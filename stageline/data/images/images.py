@@ -8,7 +8,7 @@ tokens, N images of a micro-batch, M images of the fullest row, S tiles an image
 import copy
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -298,11 +298,13 @@ def expand_images(
                 f"{type(processor).__name__} writes out. Use `image_token` auto."
             )
     try:
-        texts = [
+        texts = (
             text.replace(token, expander.facts(size).text, 1)
             for text, size in zip(places, sizes, strict=True)
-        ]
-        return rendered.with_image_texts(texts)
+        )
+        return rendered.with_pieces(
+            replace(piece, text=next(texts)) if piece.is_image else piece for piece in rendered
+        )
     except ValueError as error:  # processors have limits of their own
         raise DataError(
             f"{name}: {type(expander.processor).__name__} does not take images of "

@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,21 +159,16 @@ def read_message(message: Any, tags: Tags, *, place: str) -> Message:
     content = "" if content is None and (calls or thoughts) else content
     if isinstance(content, list):
         media = IMAGE_TYPES if is_plain else _MEDIA
-        content = [dict(part) for part in read_parts(content, place, media)]
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind not in media and not (kind == "text" and isinstance(part.get("text"), str)):
+                wanted = f'{{"type": "text", "text": ...}} or one of {", ".join(media)}'
+                raise bad_row(f"{place} has the part {shown(part)}", wanted)
+        content = list(map(dict, content))
     elif not isinstance(content, str):
         raise bad_row(f"the content of {place} {state_of(content)}", "text, or a list of parts")
     names = [name for name in ("name", "tool_call_id") if name in filled]
     return {**read, "content": content, **{name: filled[name] for name in names}}
-
-
-def read_parts(parts: list[Any], place: str, media: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the parts of a message; refuse those that are neither text nor of these types."""
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in media and not (kind == "text" and isinstance(part.get("text"), str)):
-            wanted = f'{{"type": "text", "text": ...}} or one of {", ".join(media)}'
-            raise bad_row(f"{place} has the part {shown(part)}", wanted)
-    return parts
 
 
 @functools.cache

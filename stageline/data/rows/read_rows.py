@@ -412,8 +412,7 @@ def _table(path: Path, kind: Kind, folder: str) -> Table:
 def _written_rows(path: Path, kind: Kind) -> Iterator[dict[str, Any]]:
     bad: list[tuple[str, Exception]] = []
     for row in each_row(path, kind, take=lambda source, error: bad.append((source, error))):
-        text = json.dumps(row.data, ensure_ascii=False)
-        yield {"row": text, "number": row.number, "bad": None}
+        yield {"row": json.dumps(row.data, ensure_ascii=False), "number": row.number, "bad": None}
     for source, error in bad:
         yield {"row": str(error), "number": 0, "bad": source}
     yield {"row": _digest_of(path), "number": 0, "bad": "digest"}

@@ -241,9 +241,8 @@ def forms_of(
 def _with_arguments_as_text(turn: Turn) -> Turn:
     calls = []
     for call in turn.tool_calls:
-        function = call["function"]
-        text = _dumps(function["arguments"])
-        calls.append({**call, "function": {**function, "arguments": text}})
+        function = {**call["function"], "arguments": _dumps(call["function"]["arguments"])}
+        calls.append({**call, "function": function})
     return replace(turn, tool_calls=tuple(calls))
 
 

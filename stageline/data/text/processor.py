@@ -111,9 +111,16 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def save_processor(processor: Any, path: str | Path) -> None:
-    """Save a processor or tokenizer for `load_processor` and transformers."""
-    Path(path).mkdir(parents=True, exist_ok=True)
-    processor.save_pretrained(str(path))
+    """Save a tokenizer or processor; one that cannot save itself whole, by its parts."""
+    try:
+        processor.save_pretrained(path)
+    except Exception:
+        # a processor of a model with video has a part that exists with torchvision only
+        parts = [getattr(processor, name, None) for name in ("tokenizer", "image_processor")]
+        if parts == [None, None]:
+            raise
+        for part in filter(None, parts):
+            part.save_pretrained(path)
 
 
 def get_tokenizer(processor: Any) -> Any:
@@ -134,11 +141,8 @@ def get_image_processor(processor: Any) -> Any | None:
 def get_pad_token_id(processor: Any) -> int:
     """Return the id of padding, which is masked by position: of PAD, else of EOS, else 0."""
     tokenizer = get_tokenizer(processor)
-    for name in ("pad_token_id", "eos_token_id"):
-        value = getattr(tokenizer, name, None)
-        if value is not None:
-            return int(value)
-    return 0
+    ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    return int(next((one for one in ids if one is not None), 0))
 
 
 def get_image_token(processor: Any) -> str | None:

@@ -68,13 +68,6 @@ class Rendered:
         """Return the same kind of text with other pieces."""
         return replace(self, pieces=tuple(pieces))
 
-    def with_image_texts(self, texts: Iterable[str]) -> "Rendered":
-        """Replace the text of each image piece, in order; there must be one text for each."""
-        remaining = iter(texts)
-        return self.with_pieces(
-            replace(piece, text=next(remaining)) if piece.is_image else piece for piece in self
-        )
-
 
 def place_image_text(rendered: Rendered, text: str) -> Rendered:
     """Put `text` into each image piece that is empty; a chat template has filled its own."""

@@ -39,11 +39,7 @@ from stageline.inference.decoding.request import (
     part_of,
     together,
 )
-from stageline.inference.decoding.scheduler import (
-    Limits,
-    Prefill,
-    Scheduler,
-)
+from stageline.inference.decoding.scheduler import Limits, Prefill, Scheduler
 from stageline.inference.decoding.scheduler import Sequence as Scheduled
 
 Item = TypeVar("Item", Request, ScoreRequest)
