@@ -115,7 +115,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> "Pretra
     folder = check_folder(path, trust_remote_code=trust_remote_code)
     file = folder / "config.json"
     if not file.exists():
-        raise UserError(f"{folder} holds no config.json. Give the folder of a model.")
+        raise UserError(f"{path} holds no config.json. Give the folder of a model.")
     kind, told = read_json(file).get("model_type"), {"trust_remote_code": trust_remote_code}
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, **told)
