@@ -310,50 +310,52 @@ def _caller_home() -> str:
 # docs/add_a_part.md explains these contracts.
 model_register = Register(
     "model",
-    "generates: (model, processor, images, prompts) -> texts",
+    "model task: generates texts, or scores them, from images and prompts",
     "part(model, processor, *, images, prompts, [samples, batch_size], **own)",
     facts=ModelFacts,
 )
 train_model_register = Register(
     "train_model",
-    "builds one stage -> (StageModel, processor, pad)",
+    "architecture, built stage by stage from a config and a checkpoint",
     "part(*, config_path, processor_path, checkpoint_path, stage, num_stages, dtype, "
     "[model_types, new_rows, lora_taken_from], **model_kwargs)",
     facts=TrainModelFacts,
 )
 builder_register = Register(
     "builder",
-    "loads: path -> (model, processor, device_map)",
+    "loader of a whole model with its processor, from a folder or a server",
     "part(model_path, *, dtype, adapter_path, adapter_weights, placement, **own)",
     facts=BuilderFacts,
 )
-prompt_register = Register("prompt", "template text with [PLACEHOLDERS]", part_type=str)
+prompt_register = Register(
+    "prompt", "prompt template, a text with [PLACEHOLDERS] for fields", part_type=str
+)
 prompt_fn_register = Register(
     "prompt_fn",
-    "fills a template: (sample, prompt) -> Rendered",
+    "filler of a prompt template with a sample, or chat formatter of its messages",
     "part(sample, prompt, *, processor, for_generation, [examples], **own)",
     facts=PromptFnFacts,
 )
 image_token_register = Register(
     "image_token",
-    "puts the model's own image text into a Rendered",
+    "image placeholder of a model, written into a rendered text",
     "part(rendered, images, *, processor)",
 )
 dataset_register = Register(
     "dataset",
-    "map-style dataset of (images | None, sample dict)",
+    "map-style dataset; each item is images (or None) and a sample (dict)",
     "part(*, dataset_path, split, **own)",
 )
 collate_fn_register = Register(
     "collate_fn",
-    "samples -> tensors of one micro-batch",
+    "collator of samples into the tensors of a micro-batch",
     "part(samples, *, prompt, prompt_fn, image_token, processor, pad_token_id, max_token_num, "
     "stage, num_stages, [pad_to_multiple_of], **own)",
     facts=CollateFacts,
 )
 loss_fn_register = Register(
     "loss_fn",
-    "(logits, micro_batch, num_targets) -> scalar, figures",
+    "loss of the logits of a micro-batch, divided by the targets of the step",
     "part(logits_BTV, micro_batch, *, num_targets, [step, sim_fn], **own)",
     facts=LossFacts,
 )
@@ -362,45 +364,45 @@ sim_fn_register = Register(
 )
 reward_register = Register(
     "reward",
-    "(prompts, completions, samples) -> a number or None for each answer; several: a,b",
+    "reward function, a number (or None) for each completion; several: a,b",
     "part(prompts, completions, samples, **own)",
     facts=RewardFacts,
     takes_several=True,
 )
 metric_register = Register(
-    "metric", "(predictions, samples) -> figures", "part(predictions, samples, **own)"
+    "metric", "scores of predictions against their samples", "part(predictions, samples, **own)"
 )
 optimizer_register = Register(
     "optimizer",
-    "parameter groups -> torch optimizer",
+    "torch optimizer of parameter groups",
     "part(param_groups, *, learning_rate, weight_decay, **own)",
     facts=OptimizerFacts,
 )
 lr_scheduler_register = Register(
     "lr_scheduler",
-    "options -> function from step to learning rate",
+    "learning rate of each step, a function of the step",
     "part(*, learning_rate, min_lr, warmup_steps, warmup_start_lr, total_steps, **own)",
 )
 tracker_register = Register(
     "tracker",
-    "shows a run elsewhere: log(kind, step, figures), close()",
+    "experiment tracker that gets the metrics of each step and evaluation",
     "part(*, folder, config, start_step, **own)",
 )
 engine_register = Register(
     "engine",
-    "runs the training: pipeline, streaming",
+    "training backend: pipeline, streaming, ...",
     "part(config, data)",
     facts=EngineFacts,
 )
 document_register = Register(
     "document",
-    "a row of a text file -> the text of one document",
+    "document text of a row of a text file",
     "part(row, **own)",
     facts=DocumentFacts,
 )
 splitter_register = Register(
     "splitter",
-    "text -> where its sentences end, in characters",
+    "sentence splitter of a text, with the ends in characters",
     "part(text, **own)",
     option="--language",
     facts=SplitterFacts,

@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,7 @@ def make_plan(config: TrainArguments) -> RunPlan:
             dp_degree=run.dp_degree,
             world_size=world_size,
         )
+        check_layers(run, topology.num_stages - run.vision_stages)
         topology.schedule.check(
             run.num_micro_batches,
             micro_batch_size=run.micro_batch_size,
@@ -99,6 +101,21 @@ def make_plan(config: TrainArguments) -> RunPlan:
     run = dataclasses.replace(run, **changes)
     check_vision(run)
     return RunPlan(run, parts, config.imports, topology)
+
+
+def check_layers(run: RunConfig, num_stages: int) -> None:
+    """Refuse more stages than decoder layers in config.json, before a batch is changed for them."""
+    try:
+        config = json.loads(Path(run.config_folder, "config.json").read_text(encoding="utf-8"))
+        num_layers = config.get("text_config", config)["num_hidden_layers"]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return  # a name on a hub, or a component's own config: refused when it is split
+    if run.config_folder and isinstance(num_layers, int) and num_stages > num_layers:
+        given, most = num_stages + run.vision_stages, num_layers + run.vision_stages
+        raise UserError(
+            f"--num-stages {given} is more than the {num_layers} decoder layers of "
+            f"{run.config_folder}. Set --num-stages to {most} or less."
+        )
 
 
 def start_ranks(config: RunPlan) -> None:

@@ -11,7 +11,8 @@ from argparse import ArgumentError
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
@@ -78,7 +79,24 @@ def read_options(text: str) -> tuple[Any, dict[str, int]]:
     return (None if node is None else loader.construct_document(node)), lines
 
 
+def _read_json(text: str) -> tuple[Any, dict[str, int]]:
+    """Return the content of a JSON text, and the line of each of its names."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        for name in names:
+            if names.count(name) > 1:
+                last = max(line for one, line in lines if one == name)
+                raise ValueError(f"{name!r} comes twice, again in line {last}")
+        return dict(pairs)
+
+    found = re.finditer(r'"([^"\\]+)"\s*:', text)
+    lines = [(match[1], text.count("\n", 0, match.start()) + 1) for match in found]
+    return json.loads(text, object_pairs_hook=once), dict(reversed(lines))
+
+
 HOW = "Write one option a line, as on the command line without the dashes: 'batch-size: 8'."
+JSON_HOW = """Write one object of options and values: {"batch-size": 8}."""
 COMMAND_LINE = "command line"  # an origin
 SHOWN = 200  # characters of a value in a message
 OPTION = re.compile(r"--[A-Za-z][\w.-]*\+?(=|$)")
@@ -95,7 +113,8 @@ class Given:
 
     def __str__(self) -> str:
         place = "" if self.origin == COMMAND_LINE else f" (in {self.origin})"
-        return " ".join([spelled(self.name), *map(shortened, self.values)]) + place
+        values = [shortened(value) or "''" for value in self.values]
+        return " ".join([spelled(self.name), *values]) + place
 
 
 def shortened(text: str) -> str:
@@ -125,19 +144,20 @@ def read_config(path: str | Path, names: Iterable[str] = ()) -> list[Given]:
     get their own `names`.
     """
     path = Path(path).expanduser()
+    is_json = path.suffix == ".json"
+    kind, how = ("JSON", JSON_HOW) if is_json else ("plain YAML", HOW)
     try:
         text = path.read_text(encoding="utf-8")
-        # JSON is YAML, but for tabs between its values
-        content, lines = read_options(text.replace("\t", " ") if path.suffix == ".json" else text)
+        content, lines = (_read_json if is_json else read_options)(text)
     except OSError as error:
         raise OptionError(
             f"--config {path} can't be read: {error.strerror}. Correct it; it is relative to the "
             f"directory you are in ({Path.cwd()})."
         ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise OptionError(f"--config {path} is not plain YAML: {error}\n  {HOW}") from error
+        raise OptionError(f"--config {path} is not {kind}: {error}\n  {how}") from error
     if content is not None and not isinstance(content, dict):
-        raise OptionError(f"--config {path} holds a {type(content).__name__}. {HOW}")
+        raise OptionError(f"--config {path} holds a {type(content).__name__}. {how}")
     found: dict[str, Given] = {}
     for key, value in (content or {}).items():
         line = lines.get(str(key))  # none for a key such as on, which YAML reads as true
@@ -249,8 +269,8 @@ def convert(
             message = f"{options} is missing. Give it on the command line or in --config."
         match = re.match(r'Parser key "([^"]+)"', message)
         if match and match[1] in settings:
-            wanted = _type_name(hints[match[1]])
-            message = f"{settings[match[1]]} has a wrong value. Give one of type {wanted}."
+            wanted = _in_words(hints[match[1]])
+            message = f"{settings[match[1]]} has a wrong value. Give {wanted}."
         raise OptionError(message) from error
 
 
@@ -279,8 +299,7 @@ def _one_word(item: Given, hint: Any) -> str:
     if not item.values and bool in options:
         return "true"
     if not item.values or (len(item.values) > 1 and not lists):
-        one = "one value" if item.values else "a value"
-        raise OptionError(needs_value(item, f"{one} of type {_type_name(hint)}"))
+        raise OptionError(needs_value(item, _in_words(hint)))
     first = item.values[0]
     choices = {choice for kind in options for choice in get_args(kind) if isinstance(choice, str)}
     is_whole = first.startswith("[") or first in {*choices, "null"}
@@ -292,8 +311,25 @@ def _one_word(item: Given, hint: Any) -> str:
     return f"[{','.join(entries)}]"
 
 
-def _type_name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_WORDS |= {dict: "a mapping (NAME: VALUE)", type(None): "null"}
+_SEVERAL = {int: "whole numbers", float: "numbers", str: "texts"}
+
+
+def _in_words(hint: Any) -> str:
+    """Return the values that a type allows: `a whole number`; `auto, cpu or cuda`."""
+    kind, inside = get_origin(hint) or hint, get_args(hint)
+    if kind is Literal:
+        words = [str(one) for one in inside]
+    elif kind in (Union, UnionType):  # null is only a default
+        kinds = [one for one in inside if one is not type(None)]
+        words = [text for one in kinds for text in _in_words(one).replace(" or ", ", ").split(", ")]
+    elif kind in (list, tuple, set):
+        several = " or ".join(dict.fromkeys(_SEVERAL.get(one, "values") for one in inside[:1]))
+        return f"a list of {several or 'values'} (A,B)"
+    else:
+        return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def needs_value(item: Given, wanted: str) -> str:

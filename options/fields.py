@@ -197,7 +197,9 @@ def check_needed(run: Any) -> None:
         if item.metadata["is_needed"] and getattr(run, name) in (None, [])
     ]
     if missing:
-        raise OptionError(f"{' and '.join(missing)} are missing. Add them, also in --config.")
+        are, them = ("are", "them") if missing[1:] else ("is", "it")
+        told = f"{' and '.join(missing)} {are} missing."
+        raise OptionError(f"{told} Give {them} on the command line or in --config.")
 
 
 def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]]]:
@@ -300,9 +302,10 @@ def check_limits(config: Any) -> None:
         if not (math.isfinite(value) and low <= value <= high):
             wanted = [f"at least {least:.15g}"] if least is not None else ["a finite number"]
             wanted += [f"at most {most:.15g}"] if most is not None else []
+            default = "" if item.default is None else f" (default {item.default})"
             raise OptionError(
                 f"{spelled(name)} {value:.15g} is out of range. Give a value of "
-                f"{' and '.join(wanted)} (default {item.default})."
+                f"{' and '.join(wanted)}{default}."
             )
 
 

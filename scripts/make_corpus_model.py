@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, LlamaConfig
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 256
 LONGEST = 1024  # tokens of a row
-TOKENIZER = str(ROOT / ".cache" / "corpus" / "tokenizer")  # of scripts/build_corpus.sh
+TOKENIZER = str(ROOT / ".cache" / "corpus" / "tokenizer")  # scripts/build_corpus.sh makes it
 
 
 def main(folder: str, tokenizer_path: str) -> None:

@@ -120,7 +120,7 @@ def load_config(
     folder = check_folder(path, trust_remote_code=trust_remote_code)
     file = folder / "config.json"
     if not file.exists():
-        raise UserError(f"{folder} holds no config.json. Give the folder of a model.")
+        raise UserError(f"{path} holds no config.json. Give the folder of a model.")
     kind, told = read_json(file).get("model_type"), {"trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **told)

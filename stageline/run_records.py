@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+OLD_NAMES = {"learning_rate": "lr", "tokens_per_second": "tok/s"}  # names in earlier versions
+
 
 def read_log(path: str | Path) -> tuple[list[dict], list[dict]]:
     """Return the training and the evaluation records of a JSON-lines log, in order of steps.
@@ -28,9 +30,16 @@ def read_log(path: str | Path) -> tuple[list[dict], list[dict]]:
             while records and _order(records[-1]) >= first:
                 records.pop()
             if not is_mark:
-                records.append(record)
+                records.append({_renamed(name): value for name, value in record.items()})
     steps = [record for record in records if not _order(record)[1]]
     return steps, [record for record in records if _order(record)[1]]
+
+
+def _renamed(name: str) -> str:
+    for old, new in OLD_NAMES.items():
+        if name == old or name.startswith(f"{old}_"):  # learning_rate_vit is a part's
+            return new + name.removeprefix(old)
+    return name
 
 
 def _order(record: dict) -> tuple[int, bool]:

@@ -66,7 +66,7 @@ class BuildReport:
     progress: Progress
     bad_path: str | None  # list of the first bad lines
     encoder: str  # the implementation of the tokenizer
-    num_bytes_before: int  # of the input, which earlier starts had read
+    num_bytes_before: int  # input that earlier starts have read
 
     def __str__(self) -> str:
         progress = self.progress

@@ -37,7 +37,7 @@ class CutCounts(NamedTuple):
     num_cut_documents: int = 0  # that gave more than one segment
     num_sentences_cut: int = 0  # longer than a segment
     num_empty: int = 0  # documents without any token; they give no segment
-    num_changed: int = 0  # whose ids do not decode to the same text: the tokenizer changes it
+    num_changed: int = 0  # the tokenizer changes these: their ids decode to other text
 
 
 class DocumentCut(NamedTuple):

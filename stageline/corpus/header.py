@@ -100,7 +100,7 @@ class CorpusHeader:
 
     dtype: str  # `uint16` or `uint32`
     tokenizer: TokenizerInfo | None  # None for files of Megatron-core
-    rules: CutRules  # of a merged corpus those of the first input
+    rules: CutRules  # a merged corpus has those of its first input
     language: str
     types: tuple[SegmentType, ...]
     bin_size: int

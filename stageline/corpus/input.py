@@ -274,7 +274,7 @@ class ChunkRows:
     numbers: list[int] = field(default_factory=list)  # the line of each text
     num_lines: int = 0  # also empty and bad ones
     bad: list[BadLine] = field(default_factory=list)  # the first ones
-    bad_kinds: Counter[str] = field(default_factory=Counter)  # of all
+    bad_kinds: Counter[str] = field(default_factory=Counter)  # all bad rows are counted
 
     def take(self, line: int, row: Any, make: Document) -> None:
         """Take the document of a row, or note a bad line."""

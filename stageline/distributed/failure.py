@@ -28,7 +28,7 @@ from stageline.distributed.failure_record import (
     record_of,
     write_first,
 )
-from stageline.errors import INTERRUPTED, HangError
+from stageline.errors import INTERRUPTED, HangError, UserError, spelled
 from stageline.progress import Progress
 
 SECONDS_FOR_THE_CAUSE = 2.0
@@ -97,6 +97,8 @@ def tell(record: FailureRecord) -> None:
         sys.stdout.flush()
         line = "\n" if sys.stderr.isatty() else ""  # below a bar of progress
         print(line + record.report(), end="", file=sys.stderr, flush=True)
+    if record.code != UserError.exit_code and failure_record.has_checkpoint():
+        print(spelled("next: the same command with `resume` auto"), flush=True)
 
 
 def _end(record: FailureRecord, *, patience: float = 0.0) -> NoReturn:

@@ -266,6 +266,11 @@ def tell_run_folder(path: str | Path) -> None:
                     file.unlink()
 
 
+def has_checkpoint() -> bool:
+    """Return whether the folder of reports has a checkpoint to resume."""
+    return _Run.folder is not None and any((_Run.folder / "checkpoints").glob("step-????????"))
+
+
 def open_log() -> None:
     """Open the log of this rank, so that a signal like SIGSEGV leaves the lines of its threads."""
     if _Run.folder is None:

@@ -321,7 +321,7 @@ class LargestOfReplicas:
 
     def __call__(self, step: int, number: int) -> int:
         if self._store is None or self._store[0] != os.getpid():  # forked
-            # of its own: another thread may wait in the group's
+            # a store of its own: another thread may wait in the group's
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             limit = timedelta(seconds=self._seconds)
             made = dist.TCPStore(address, port, wait_for_workers=False, timeout=limit)

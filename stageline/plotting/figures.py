@@ -93,7 +93,7 @@ def loss_figure(
         upper.legend()
     if title:
         upper.set_title(title, fontsize=10, parse_math=False)
-    lower.plot(*_points(steps, "learning_rate"), color="tab:green")
+    lower.plot(*_points(steps, "lr"), color="tab:green")
     lower.set_ylabel("learning rate")
     lower.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
     lower.set_xlabel("optimizer step")

@@ -137,7 +137,7 @@ ARROW = "→ "
 _COLORS = {True: "#1a7f37", False: "#cf222e", None: "#6e7781"}
 _WORDS = {True: "right", False: "wrong", None: ""}
 _LINE = 32  # characters; wide ones are twice as wide
-_MOST_LINES = 4  # of the prediction, and of each other paragraph
+_MOST_LINES = 4  # limit for the prediction and each other paragraph
 
 
 def caption(question: str, prediction: str, answer: str) -> str:

@@ -89,8 +89,15 @@ class PromptMaker:
             return find_format(self.processor)
 
     def warm_up(self) -> None:
-        """Try the chat template once: a wrong one shows here, and the first request is quick."""
-        self.of_messages([{"role": "user", "content": "Hello"}], tools=[])
+        """Try the chat template once, so that the first request is quick.
+
+        Raises:
+            UserError: the model has none, or a wrong one.
+        """
+        try:
+            self.of_messages([{"role": "user", "content": "Hello"}], tools=[])
+        except ApiError as error:
+            raise UserError(str(error)) from None
 
     def of_messages(
         self,

@@ -37,8 +37,8 @@ def is_packed(batch: Batch) -> bool:
 # -- facts about rows that the host has, so that transformers need not ask the device for them
 # In a row that is padded on the right, a token sees none of the padding under a causal mask. With
 # no mask sdpa and flash attention take their causal kernels; outputs at padding are then other
-# numbers, which no loss reads. Other uses of the model's `attention_mask` (positions, alibi, states
-# of a Mamba layer, the loss of routers) stay.
+# numbers, which no loss reads. Other uses of the model's `attention_mask` (positions, alibi, Mamba
+# states, the loss of routers) stay.
 
 _KERNELS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
@@ -203,8 +203,8 @@ def multimodal_positions(
 
 # -- the load-balancing loss of mixture-of-experts decoders, exact on any number of stages
 # transformers takes its averages over the real tokens of all layers at once, so the loss of a model
-# is not the mean of its layers' losses. Its ingredients are sums that travel with the hidden states
-# as one small float32 tensor; the last stage computes the loss.
+# is not the mean of its layers' losses. Its ingredients are sums; one small float32 tensor takes
+# them along with the hidden states, and the last stage computes the loss.
 #
 # Shapes: E experts, K experts per token, N = B x T rows of a micro-batch.
 

@@ -23,8 +23,8 @@ from stageline.pipeline.runner import MicroBatch
 Figures = dict[str, torch.Tensor]
 # names in the log that a loss may not take for a figure of its own
 RESERVED = frozenset(
-    "kind step time loss router_loss grad_norm learning_rate num_tokens num_targets num_samples "
-    "tokens_per_second seconds is_skipped peak_memory_bytes trouble warnings token_accuracy "
+    "kind step time loss router_loss grad_norm lr learning_rate num_tokens num_targets num_samples "
+    "tok/s tokens_per_second seconds is_skipped peak_memory_bytes trouble warnings token_accuracy "
     "is_best non_finite loss_figures data_wait perplexity".split()
 )
 

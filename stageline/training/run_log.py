@@ -70,12 +70,12 @@ class StepRecord(StepResult):
             figures["router_loss"] = self.extra_loss
         figures |= {
             "grad_norm": self.grad_norm,
-            "learning_rate": self.learning_rate,
-            **{f"learning_rate_{part}": rate for part, rate in self.part_rates.items()},
+            "lr": self.learning_rate,
+            **{f"lr_{part}": rate for part, rate in self.part_rates.items()},
             "num_tokens": self.num_tokens,
             "num_targets": self.num_targets,
             "num_samples": self.num_samples,
-            "tokens_per_second": round(self.tokens_per_second, 1),
+            "tok/s": round(self.tokens_per_second, 1),
         }
         if self.bubble is not None:
             figures["bubble"] = round(self.bubble, 4)

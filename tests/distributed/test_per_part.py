@@ -56,8 +56,8 @@ def job(tmp_path_factory):
 def test_rates_and_ranks_are_told(job):
     assert ", vit 1.0e-03, llm 2.0e-02, lm_head 3.0e-02" in job.out
     for record in job.records("first"):
-        assert record["learning_rate_vit"] == pytest.approx(0.1 * record["learning_rate"])
-        assert record["learning_rate_llm"] == pytest.approx(2 * record["learning_rate"])
+        assert record["lr_vit"] == pytest.approx(0.1 * record["lr"])
+        assert record["lr_llm"] == pytest.approx(2 * record["lr"])
     config = json.loads((checkpoint(job) / "adapter_config.json").read_text())
     assert {config["r"], *config["rank_pattern"].values()} == {2, 4, 8}
     size = len(tiny_processor("internvl").tokenizer)

@@ -44,12 +44,14 @@ def run_entry(
     cwd: Path | None = None,
     env: Mapping[str, str] = {},
     timeout: float = 120,
+    until: str = "",
 ) -> subprocess.CompletedProcess:
     """Runs `python WORDS` to the end, without a new Python; text is captured.
 
     Args:
         words: the entry file, its options.
         env: added to the environment.
+        until: output after which the process gets SIGTERM; empty: it ends by itself.
 
     Raises:
         AssertionError: it still runs after `timeout` seconds; it and its ranks are killed.
@@ -66,18 +68,21 @@ def run_entry(
         pid = os.fork()
         if pid == 0:
             run_and_exit(words, files, functools.partial(_prepare, cwd, env))
-        code = _wait(pid, timeout)
+        code = _wait(pid, timeout, files[0], until)
         out, err = (file.read_text() for file in files)
     assert code is not None, f"still running after {timeout} s:\n{out}\n{err}"
     return subprocess.CompletedProcess(words, code, out, err)
 
 
-def _wait(pid: int, timeout: float) -> int | None:
+def _wait(pid: int, timeout: float, output: Path, until: str) -> int | None:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
+        if until and output.exists() and until in output.read_text():
+            os.kill(pid, signal.SIGTERM)
+            until = ""
         time.sleep(0.02)
     os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -86,6 +91,8 @@ def _wait(pid: int, timeout: float) -> int | None:
 
 def _prepare(cwd: Path | None, env: Mapping[str, str]) -> None:
     os.setsid()  # so that ranks can be killed with it
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdin = open(0, closefd=False)
     if cwd is not None:
         os.chdir(cwd)
     os.environ.update(env)

@@ -56,7 +56,7 @@ def _error_of(words: list[str]) -> str:
             "--early-stop.patience 2",
             ["--early-stop.patience 2 requires --eval-steps", "Add --eval-steps 100"],
         ),
-        ("--eval-samples most", ["--eval-samples most has a wrong value", "'all'"]),
+        ("--eval-samples most", ["--eval-samples most has a wrong value", "all"]),
         (
             "--bad-steps.spike_action skip",
             ["--bad-steps.spike_action skip requires --bad-steps.spike_sigma", "Add"],
@@ -75,8 +75,8 @@ def _error_of(words: list[str]) -> str:
         ("--model-path /no/such/folder", ["--model-path /no/such/folder", "no such file"]),
         ("--dataset-path no.jsonl", ["--dataset-path no.jsonl", "relative to the directory"]),
         ("--config no.yaml", ["--config no.yaml can't be read", "No such file"]),
-        ("--batch-size 1.5", ["--batch-size 1.5 has a wrong value", "int"]),
-        ("--batch-size", ["--batch-size has no value", "int"]),
+        ("--batch-size 1.5", ["--batch-size 1.5 has a wrong value", "a whole number"]),
+        ("--batch-size", ["--batch-size has no value", "a whole number"]),
         ("--batch-size 4 5", ["--batch-size 4 5 has 2 values"]),
         ("--batch-siez 4", ["unknown option --batch-siez 4", "Did you mean --batch-size"]),
         ("--dataset.limits 4", ["unknown option --dataset.limits 4", "mean --dataset.limit"]),
@@ -125,6 +125,22 @@ def test_a_mapping_has_keys(words):
     assert "frozen" in _error_of([*TRAIN, *words.split()])
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ('{"batch-size": 010}', "run.json is not JSON: Expecting ',' delimiter: line 1"),
+        ('{"seed": 1,\n"seed": 2}', "'seed' comes twice, again in line 2"),
+        ('{"a":\t{"seed": 2},\n"sede": 2}', "--a"),
+        ('{"seed": 2,\n"output-dir": "\\ud83d\\ude00",\n"sede": 2}', "--sede 2 (in "),
+        ('{"seed": 2,\n"sede": 2}', "run.json:2)"),
+        ('[{"seed": 2}]', 'options and values: {"batch-size": 8}'),
+    ],
+)
+def test_a_json_config_is_json(text, wanted, tmp_path):
+    (tmp_path / "run.json").write_text(text)
+    assert wanted in _error_of(["--config", str(tmp_path / "run.json"), *TRAIN])
+
+
 def test_missing_keys_are_one_error_with_an_example():
     message = _error_of(TRAIN[2:])
     assert message.startswith("--dataset-path is missing. Usual: ")
@@ -156,7 +172,7 @@ def test_a_wrong_config_file_is_named(tmp_path, text, wanted):
 def test_a_wrong_json_file_is_named(tmp_path):
     file = tmp_path / "run.json"
     file.write_text('{"seed": 1, "seed": 2}')
-    assert f"{file} is not plain YAML" in (text := _error_of([*TRAIN, "--config", str(file)]))
+    assert f"{file} is not JSON" in (text := _error_of([*TRAIN, "--config", str(file)]))
     assert "'seed' comes twice" in text
     file.write_text("[1]")
     assert "holds a list" in _error_of([*TRAIN, "--config", str(file)])

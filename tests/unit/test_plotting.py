@@ -13,7 +13,7 @@ from stageline.run_records import read_log
 
 
 def step(number, loss, **other):
-    return {"kind": "train", "step": number, "loss": loss, "learning_rate": 0.1 / number, **other}
+    return {"kind": "train", "step": number, "loss": loss, "lr": 0.1 / number, **other}
 
 
 def evaluation(number, loss):
@@ -43,6 +43,13 @@ def test_the_curve_shows_what_was_logged():
     assert held_out.get_xydata().tolist() == [[0, 3.0], [50, 2.5]]
     assert lower.lines[0].get_ydata().tolist() == [0.1 / n for n in range(1, 101)]
     assert upper.get_yscale() == "linear"
+
+
+def test_the_names_of_an_earlier_log_are_read(tmp_path):
+    old = {"learning_rate": 0.1, "learning_rate_vit": 0.2, "tokens_per_second": 3.0}
+    write(tmp_path / "log.jsonl", [{"kind": "train", "step": 1, **old}])
+    ((record,), _) = read_log(tmp_path / "log.jsonl")
+    assert record == {"kind": "train", "step": 1, "lr": 0.1, "lr_vit": 0.2, "tok/s": 3.0}
 
 
 def test_rewards_are_drawn_by_part_where_there_are_some(tmp_path):

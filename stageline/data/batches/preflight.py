@@ -45,7 +45,7 @@ class PreflightReport:
     """Counts of the rows that were checked so far."""
 
     num_rows: int | None  # rows of the dataset; None for a stream
-    overlong: Overlong  # what happens to rows that are longer than the limit
+    overlong: Overlong  # handling of rows above the limit
     num_checked: int = 0  # fewer than all where the limit of rows or seconds was reached
     num_overlong: int = 0
     shortest: int = sys.maxsize  # tokens of a row before it is cut

@@ -24,7 +24,7 @@ from stageline.hub import PREFIX, pinned_set, read_name
 
 Kind = Literal["json", "jsonl", "csv", "text", "parquet", "arrow", "hub"]
 Take = Callable[[str, Exception], None]  # is told the source of a bad row and its error
-Found = Iterator[tuple[Any, str, int]]  # what a file has, its source, its line or number
+Found = Iterator[tuple[Any, str, int]]  # (content, source, line or number)
 KIND_OF_SUFFIX: dict[str, Kind] = {
     ".json": "json",
     ".jsonl": "jsonl",
@@ -60,7 +60,7 @@ class SetFiles:
     kind: Kind
     paths: list[Path]
     folder: Path  # that names of images are relative to
-    hub_name: str = ""  # of a set of the hub
+    hub_name: str = ""  # empty: not a set of the hub
 
 
 def find_files(place: str, *, option: str = "`dataset_path`") -> SetFiles:

@@ -47,7 +47,7 @@ Item = TypeVar("Item")
 NO_END = 1 << 40  # the length of a stream
 KEPT = 4096  # rows that were read last, at least: a step asks for its rows in any order
 _HEAD = 1 << 16  # bytes at both ends of a file that its fingerprint is made of
-_VERSION = 1  # of how rows are drawn and converted
+_VERSION = 1  # counts changes of drawing or converting rows
 _TYPE_OF_KEY: dict[str, type] = {
     **dict.fromkeys(("file_name", "formatting", "split"), str),
     **dict.fromkeys(("columns", "tags"), dict),

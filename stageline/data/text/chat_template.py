@@ -45,7 +45,7 @@ class ChatTemplate:
         tags = any_of(text for text in texts if text.strip() and text not in self.reserved)
         self._tag_pattern = re.compile(rf"(\s*{tags.pattern}\s*)")
         self.layouts: dict[str, Any] = {}  # where texts and answers are, by structure (chat.py)
-        self.turn_ends: tuple[str, ...] | None = None  # of answers, once they are needed (chat.py)
+        self.turn_ends: tuple[str, ...] | None = None  # chat.py sets them when it needs them
         self.num_renders = 0
         written = self.template if isinstance(self.template, str) else ""  # else several by name
         self.has_markers = bool(_MARKERS.search(written))  # {% generation %} around answers

@@ -91,10 +91,10 @@ class Encoded:
     input_ids: list[int]
     is_target: list[bool]  # supervised
     is_cuttable: list[bool]  # from the data and in the prompt, which `cut_prompt` cuts
-    is_marked: list[bool] = field(default_factory=list)  # of a marked piece; empty: none is
+    is_marked: list[bool] = field(default_factory=list)  # in a marked piece; empty = none
     is_text: list[bool] = field(default_factory=list)  # from the data only; empty: not known
-    is_answer: list[bool] = field(default_factory=list)  # of an answer; empty: as `is_target`
-    is_image: list[bool] = field(default_factory=list)  # of an image; empty: there is none
+    is_answer: list[bool] = field(default_factory=list)  # in an answer; empty = as `is_target`
+    is_image: list[bool] = field(default_factory=list)  # in an image; empty = no image
 
     @classmethod
     def of(cls, ids: list[int], kinds: Kinds, rendered: Rendered) -> "Encoded":

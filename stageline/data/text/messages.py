@@ -54,8 +54,8 @@ class Turn:
     is_target: bool = False  # it is in the loss
     name: str | None = None  # the message's own field
     reasoning: str = ""  # thoughts of an assistant; the template decides where they go
-    tool_calls: tuple[Tool, ...] = ()  # of an assistant, in OpenAI's form
-    tool_call_id: str | None = None  # of the call that a tool answers
+    tool_calls: tuple[Tool, ...] = ()  # an assistant's calls, in OpenAI's form
+    tool_call_id: str | None = None  # the call that a tool answers
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Rendered:
     pieces: tuple[Piece, ...]
     is_chat: bool = False
     for_generation: bool = False  # the answer and all after it are left out
-    name: str = ""  # of the sample, for errors
+    name: str = ""  # names the sample in errors
 
     @property
     def text(self) -> str:

@@ -83,8 +83,8 @@ def _hide_reserved(state: dict[str, Any], reserved: dict[str, int]) -> None:
     for merge in model.get("merges", []):
         left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
         in_merges.update((left, right, left + right))
-    # an id in the list follows from the place, so nothing may be taken out of it, but for tokens
-    # whose id is that of a vocabulary entry which merges hold in place
+    # an id follows from the place in the list, so only tokens may be taken out of it whose id is
+    # that of a vocabulary entry which merges hold in place
     state["added_tokens"] = [
         token | {"content": hidden.get(token["content"], token["content"])}
         for token in state["added_tokens"]

@@ -376,8 +376,8 @@ def _pass(stage: Stage, cache: GroupCache, num_new: int) -> tuple[int, torch.Ten
     watch = PeakBytes(META)
     with on_meta(watch, stage):
         inputs = tuple(torch.empty_like(value) for value in inputs)
-        # transformers would inspect a mask that lacks dimensions. Several rows need a boolean mask,
-        # whose copy in numbers counts; a single row needs none, and a mask of floats is not copied
+        # transformers would inspect a mask that lacks dimensions. Several rows need a boolean
+        # mask, whose copy in numbers counts; a single row needs none, and floats are not copied
         kind = torch.bool if rows > 1 else next(floats, torch.get_default_dtype())
         mask = torch.empty(rows, 1, num_new, cache.window.width + num_new, dtype=kind)
         output = stage(*inputs, attention_mask=mask, **batch)
