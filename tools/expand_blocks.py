@@ -48,7 +48,7 @@ def expand_blocks(source: str | Path, target: str | Path, *, num_expand: int) ->
             f"{folder} is an adapter, which has no layers to copy. Merge it first (export.sh "
             "--merge)."
         )
-    config = load_config(folder)
+    config = load_config(folder, keeps_bits=True)
     total = config.get_text_config(decoder=True).num_hidden_layers
     places = places_of(total, num_expand)
     files = weight_files(folder)

@@ -7,7 +7,7 @@ for the packed integers of GPTQ and AWQ, which one of its own packages runs: it 
 
 import inspect
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -84,11 +84,11 @@ def finish_dequantized(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """
     if getattr(model, "hf_quantizer", None) is not None:
         model.dequantize(dtype)
-    used = {tuple(one._original_target_patterns) for one in model._weight_conversions or ()}
+    told: list[WeightTransform] = model.__dict__.get("_weight_conversions") or []
+    used = {tuple(one._original_target_patterns) for one in told}
     own = get_model_conversion_mapping(model)
     kept = [one for one in own if tuple(one._original_target_patterns) in used]
-    conversions: list[WeightTransform] | None = kept or None
-    model._weight_conversions = conversions
+    model.__dict__["_weight_conversions"] = kept or None
 
 
 # -- packed integers: GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978) -------------------------
@@ -191,10 +191,16 @@ class PackedQuantizer(HfQuantizer):
     """Reads GPTQ and AWQ checkpoints as full weights."""
 
     quantization_config: PackedConfig
-    is_serializable = is_trainable = True
-    serialized_names: ClassVar[dict[str, list[str]]] = {
+    serialized_names = {  # noqa: RUF012 - as its base class has it
         "weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]
     }
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
 
     def get_load_operations(self) -> dict[str, type[ConversionOps]]:
         return {"dequantize": Unpack}

@@ -21,7 +21,7 @@ from stageline.checkpoint.files import (
     other_shape,
     weight_files,
 )
-from stageline.checkpoint.init import check_finite, loaded_dtype
+from stageline.checkpoint.init import check_finite, loaded_dtype, round_weights
 from stageline.checkpoint.load import FLOATS, dtypes_of, integer_weights
 from stageline.errors import CheckpointError
 from stageline.model_folder import (
@@ -111,7 +111,8 @@ def load_whole(
     if why:
         raise _does_not_fit(folder, why)
     if few_bit is not None and not keeps_bits:
-        finish_dequantized(model, model.dtype)
+        finish_dequantized(model, model.config.dtype)
+        round_weights(model, model.config.dtype)  # transformers casts only quantized ones
     check_finite(
         model.named_parameters(),
         what=f"weights of {folder}",

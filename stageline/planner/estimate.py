@@ -34,6 +34,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from stageline.device import available_memory, empty_cache, is_accelerator, synchronize
@@ -797,6 +798,7 @@ class Stored:
         scale_bytes: of one scale, with its share of what scales have in common.
         table_bytes: of each matrix besides.
         skipped: names of modules that stay as they are.
+        linear, experts: linear layers, and matrices of fused experts, are stored so.
     """
 
     bits: int
@@ -804,6 +806,8 @@ class Stored:
     scale_bytes: float = 4
     table_bytes: int = 0
     skipped: tuple[str, ...] = ()
+    linear: bool = True
+    experts: bool = False
 
     def weight_bytes(self, shape: Iterable[int]) -> int:
         """Return the bytes of one matrix with all that belongs to it."""
@@ -832,11 +836,22 @@ def stored_of(config: PretrainedConfig) -> Stored | None:
     elif method in ("gptq", "awq", "auto-round"):  # a half scale and a packed zero point a group
         bits = int(given.get("bits") or 4)
         found = Stored(bits, max(0, int(given.get("group_size") or 0)), 2 + bits / 8)
-    elif method == "fp8":
-        found = Stored(8, math.prod(given.get("weight_block_size") or (128, 128)))
+    elif method in ("fp8", "mxfp4"):
+        found = Stored(4, 32, 1, linear=False, experts=True)
+        if method == "fp8":
+            found = Stored(8, math.prod(given.get("weight_block_size") or (128, 128)), experts=True)
+        if torch.cuda.is_available() and not _keeps_bits(given):
+            return None
     else:
         return None
     return replace(found, skipped=tuple(skipped))
+
+
+def _keeps_bits(settings: dict[str, Any]) -> bool:
+    """Return whether transformers computes with few bits on the GPU here, or dequantizes."""
+    quantizer: Any = AutoHfQuantizer.from_config(dict(settings))
+    quantizer.validate_environment(device_map={"": 0})
+    return not quantizer.quantization_config.dequantize
 
 
 def _tensor_sizes(model: PreTrainedModel) -> dict[str, int]:
@@ -851,8 +866,16 @@ def _tensor_sizes(model: PreTrainedModel) -> dict[str, int]:
         weight = f"{name}.weight"
         # transformers reads such a list as whole names, and as their beginnings or ends
         is_skipped = any(f".{one}." in f".{name}." for one in skipped)
-        if isinstance(module, nn.Linear) and weight in sizes and not is_skipped:
+        if is_skipped:
+            continue
+        if stored.linear and isinstance(module, nn.Linear) and weight in sizes:
             sizes[weight] = stored.weight_bytes(module.weight.shape)
+        if stored.experts and name.endswith(".experts"):
+            for leaf, matrices in module.named_parameters(recurse=False):
+                if matrices.dim() == 3:
+                    sizes[f"{name}.{leaf}"] = len(matrices) * stored.weight_bytes(
+                        matrices.shape[1:]
+                    )
     return sizes
 
 

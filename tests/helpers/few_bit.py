@@ -25,7 +25,7 @@ def rewrite(folder: Path, settings: dict[str, object], change) -> None:
     names, weight_map = sorted(changed), {}
     for index in range(2):
         file = f"model-{index + 1:05}-of-00002.safetensors"
-        # what makes one weight is in different files: neighbours in order
+        # tensors of one weight are neighbours in order: they come to different files
         part = {name: changed[name].contiguous() for name in names[index::2]}
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)

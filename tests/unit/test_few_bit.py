@@ -64,7 +64,7 @@ def test_stages_are_the_dequantized_model(kind, tmp_path):
     assert not any(".layers.1." in name for name in first)
     assert f"saved as {kind}, dequantized to bfloat16" in stages[0].cast_note
 
-    # what is trained on, and what is exported, are full weights under the names of the base
+    # checkpoints and exports have full weights under the names of the base
     save_split_model(stages, None, tmp_path / "saved")
     export_folder(tmp_path / "base", tmp_path / "exported")
     for folder in (tmp_path / "saved", tmp_path / "exported"):
@@ -82,6 +82,8 @@ def test_full_weights_next_to_fp8_take_the_dtype_of_the_run(tmp_path):
     for name, tensor in load_stages(tmp_path, num_stages=1)[0].state_dict().items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, expected[name].float())
+    plain = load_plain(tmp_path, dtype=torch.float32)
+    assert {one.dtype for one in plain.parameters()} == {torch.float32}
 
 
 def held_by(stages):

@@ -5,6 +5,8 @@ import sys
 import pytest
 import torch
 import transformers
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from models import builders, devices
 from models.devices import quantization_settings
@@ -18,7 +20,7 @@ from stageline.modules.quantised import (
     quantise_layers,
 )
 from stageline.planner.estimate import Load, Stored, measure_model, model_on_meta, stored_of
-from tests.helpers.tiny_models import tiny_tokenizer
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 KINDS = ("nf4", "int8")
 
@@ -115,12 +117,27 @@ def test_what_cannot_take_adapters_up_is_told(folder, monkeypatch):
     [
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, Stored(4, 128, 2.5)),
         ({"quant_method": "awq", "bits": 4, "group_size": 64}, Stored(4, 64, 2.5)),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Stored(8, 16384)),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Stored(8, 16384, experts=True)),
         ({"quant_method": "one that comes later"}, None),
     ],
 )
 def test_other_kinds_are_read_from_the_config(settings, stated):
     assert stored_of(transformers.LlamaConfig(quantization_config=settings)) == stated
+
+
+def test_bytes_of_experts_in_few_bits():
+    settings = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    meta = model_on_meta(tiny_config("qwen3_moe", moe_intermediate_size=16), dtype=torch.bfloat16)
+    plain = measure_model(meta, Load(1, 8)).layers[0].weights
+    meta.config.quantization_config = settings
+    stated = [layer.weights for layer in measure_model(meta, Load(1, 8)).layers]
+    told = transformers.FineGrainedFP8Config(weight_block_size=(8, 8))
+    kept = get_keys_to_not_convert(meta)
+    replace_with_fp8_linear(meta, kept, quantization_config=told, pre_quantized=True)
+    assert stated == [
+        sum(t.nbytes for t in layer.state_dict().values()) for layer in meta.model.layers
+    ]
+    assert stated[0] < 0.7 * plain
 
 
 def test_bytes_of_a_matrix():
