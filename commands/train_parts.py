@@ -198,8 +198,7 @@ def make_loss(config: TrainArguments, model: Stage) -> LossPart:
     chunk = getattr(model, "logits_chunk", 0)
     if not chunk and config.run.logits_chunk and "logits_chunk" in given_options(config.run):
         raise UserError(
-            f"the head of {type(model).__name__} can't run over a few tokens alone. Drop "
-            "`logits_chunk`."
+            f"the head of {type(model).__name__} can't run over a few tokens. Drop `logits_chunk`."
         )
     if chunk and (facts.reads_by_token or facts.is_token_sum):
         kind = LossByToken if facts.reads_by_token else ChunkedLoss

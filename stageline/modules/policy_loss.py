@@ -127,8 +127,10 @@ def token_log_probs(logits_BTV: Logits, batch: MicroBatch, *, temperature: float
         temperature: of sampling: the probabilities are those of the distribution drawn from.
     """
     if isinstance(logits_BTV, ChunkedLogits):
+        # drawn a step ahead, answers have no rewards yet: all of their tokens
+        is_asked_BT = learnt_tokens(batch) if IS_LEARNT in batch else next_labels(batch) != IGNORE
         options = PolicyOptions(temperature=temperature)
-        return _log_probs_and_entropies(logits_BTV, batch, options)[0]
+        return _log_probs_and_entropies(logits_BTV, batch, is_asked_BT, options)[0]
     logits_BTV = at_least_float32(logits_BTV)
     if temperature != 1:
         logits_BTV = logits_BTV / temperature
@@ -147,11 +149,11 @@ def entropies(logits_BTV: torch.Tensor, is_learnt_BT: torch.Tensor, *, temperatu
 
 
 def _log_probs_and_entropies(
-    logits_BTV: Logits, batch: MicroBatch, options: PolicyOptions
+    logits_BTV: Logits, batch: MicroBatch, is_learnt_BT: torch.Tensor, options: PolicyOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both [B, T]; entropies have a gradient where the loss has them."""
     learns = options.entropy_coef > 0
-    is_learnt_BT = learnt_tokens(batch).to(logits_BTV.device)
+    is_learnt_BT = is_learnt_BT.to(logits_BTV.device)
     if isinstance(logits_BTV, ChunkedLogits):
 
         def function(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
@@ -185,7 +187,7 @@ def policy_loss(
         num_tokens, num_answers: of the whole step, by the counts above.
     """
     is_learnt_BT = learnt_tokens(batch).to(logits_BTV.device)
-    log_probs_BT, entropy_BT = _log_probs_and_entropies(logits_BTV, batch, options)
+    log_probs_BT, entropy_BT = _log_probs_and_entropies(logits_BTV, batch, is_learnt_BT, options)
     old_BT = batch[OLD].to(log_probs_BT) if OLD in batch else log_probs_BT.detach()
     terms_BT, figures_BT = policy_terms(log_probs_BT, old_BT, is_learnt_BT, batch, options)
     factors_BT = correction(old_BT, is_learnt_BT, batch, options, dtype=logits_BTV.dtype)
