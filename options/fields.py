@@ -101,8 +101,13 @@ def mapping(kind: Any) -> Any:
 
 def option_fields(config: Any) -> dict[str, dataclasses.Field]:
     """Return the fields of an options class or instance, by name; `lora.rank` in a mapping."""
+    return dict(_fields_of(config if isinstance(config, type) else type(config)))
+
+
+@functools.cache  # a start asks for them some hundred times
+def _fields_of(kind: type) -> dict[str, dataclasses.Field]:
     found = {}
-    for item in dataclasses.fields(config):
+    for item in dataclasses.fields(kind):
         held = item.metadata.get("holds")
         if held is None:
             found[item.name] = item

@@ -100,7 +100,7 @@ def test_c01_stopped_at_each_file_operation(tmp_path):
     assert stops >= 10
 
 
-@pytest.mark.parametrize(("rank", "stride"), [(0, 13), (1, 11)])
+@pytest.mark.parametrize(("rank", "stride"), [(0, 19), (1, 17)])
 def test_c02_runs_stopped_at_file_operations(rank, stride, job, undisturbed):
     """Some of the operations of each rank of a whole run, which is resumed each time."""
     ranks = rank + 1

@@ -21,6 +21,12 @@ def job(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Return a job of half the size for runs of at most two stages."""
+    return Job(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
 def straight(job):
     """Return a run without a stop, on one stage, with a checkpoint after each step."""
     done = job.fork("straight", "--save-steps", 1, ranks=1)
@@ -63,8 +69,10 @@ def test_e02_three_resumes_in_a_chain(job, straight):
 
 OPTIONS = {
     "e04_data_workers": ("--num-workers", 2, "--packing"),
-    "e05_accumulation": ("--accumulate-steps", 2, "--batch-size", 4, "--sync-save"),
-    "e06_warm_up_and_decay": ("--warmup-steps", 5, "--weight-decay", 0.3, "--max-grad-norm", 0.5),
+    "e05_e06_accumulation_warm_up_and_decay": (
+        *("--accumulate-steps", 2, "--batch-size", 4, "--sync-save"),
+        *("--warmup-steps", 5, "--weight-decay", 0.3, "--max-grad-norm", 0.5),
+    ),
     "e07_dropout": ("--llm-lora-num", 1, "--lora.dropout", 0.3, "--gradient-checkpointing"),
     "e13_bf16_masters": ("--bf16",),
     "e13_fp16_scale": ("--fp16",),
@@ -75,17 +83,17 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_resumed_with_options(case, job):
+def test_resumed_with_options(case, small):
     """Killed at step 7, resumed from 6: equal to a run that was not."""
     options = OPTIONS[case]
     whole, parts = f"{case}-whole", f"{case}-parts"
-    assert job.fork(whole, *options, ranks=1).code == 0
-    assert job.fork(parts, *options, ranks=1, chaos=KILL.format(7), waits=True).code != 0
-    done = job.fork(parts, *options, "--resume", "auto", ranks=1)
+    assert small.fork(whole, *options, ranks=1).code == 0
+    assert small.fork(parts, *options, ranks=1, chaos=KILL.format(7), waits=True).code != 0
+    done = small.fork(parts, *options, "--resume", "auto", ranks=1)
     assert done.code == 0 and "6 of 12 steps are done" in done.out, done.err
-    assert job.losses(parts) == job.losses(whole)
-    assert_same(last(job, parts), last(job, whole))
-    numbers = [SavedState(last(job, name)).facts["numbers"] for name in (parts, whole)]
+    assert small.losses(parts) == small.losses(whole)
+    assert_same(last(small, parts), last(small, whole))
+    numbers = [SavedState(last(small, name)).facts["numbers"] for name in (parts, whole)]
     assert numbers[0] == numbers[1]
 
 
@@ -154,18 +162,18 @@ def recorded(dataset_path, split):
 """
 
 
-def test_e09_each_sample_once_in_the_same_order(job, monkeypatch):
+def test_e09_each_sample_once_in_the_same_order(small, monkeypatch):
     """The rows that were read, step by step, over a kill and a resume."""
-    part = job.folder / "recorded_part.py"
+    part = small.folder / "recorded_part.py"
     part.write_text(RECORDING)
     options = ("--import", part, "--dataset", "recorded", "--max-token-num", 256)
 
     def rows(name, *more, chaos=""):
-        record = job.folder / f"{name}.txt"
+        record = small.folder / f"{name}.txt"
         record.unlink(missing_ok=True)
         monkeypatch.setenv("RECORD", str(record))
         run = name.partition("+")[0]
-        job.fork(run, *options, *more, ranks=1, chaos=chaos)
+        small.fork(run, *options, *more, ranks=1, chaos=chaos)
         return record.read_text().split()[-8 * STEPS :]
 
     whole = rows("rows-whole")
@@ -225,37 +233,37 @@ def assert_close(ours: Path, theirs: Path, rtol: float) -> None:
 
 
 @pytest.mark.parametrize("shards", [False, True], ids=["replicated", "sharded"])
-def test_d12_replicas_come_and_go(shards, job):
+def test_d12_replicas_come_and_go(shards, small):
     """One process, then two replicas, then one: the same samples, losses equal but for rounding."""
     order = ("--rows.order", "given")
-    assert job.fork(f"alone-{shards}", *order, ranks=1).code == 0
+    assert small.fork(f"alone-{shards}", *order, ranks=1).code == 0
     name = f"replicas-{shards}"
     two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 4, *["--dp-shard"][: int(shards)])
-    assert job.fork(name, *order, ranks=1, chaos=KILL.format(3), waits=True).code != 0
-    again = job.fork(name, *order, *two, "--resume", "auto", chaos=KILL.format(7), waits=True)
+    assert small.fork(name, *order, ranks=1, chaos=KILL.format(3), waits=True).code != 0
+    again = small.fork(name, *order, *two, "--resume", "auto", chaos=KILL.format(7), waits=True)
     assert "2 of 12 steps are done" in again.out, again.err
-    done = job.fork(name, *order, "--resume", "auto", ranks=1)
+    done = small.fork(name, *order, "--resume", "auto", ranks=1)
     assert done.code == 0 and "6 of 12" in done.out, done.err
-    expected = job.losses(f"alone-{shards}")
-    assert job.losses(name) == pytest.approx(expected, rel=1e-5)
-    assert_close(last(job, name), last(job, f"alone-{shards}"), rtol=1e-3)
+    expected = small.losses(f"alone-{shards}")
+    assert small.losses(name) == pytest.approx(expected, rel=1e-5)
+    assert_close(last(small, name), last(small, f"alone-{shards}"), rtol=1e-3)
 
 
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
-def test_d12_sharded_masters(precision, job):
+def test_d12_sharded_masters(precision, small):
     """Float32 masters of a half-precision run, from shares to whole ones and on."""
     name = f"masters{precision}"
     two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 4, "--dp-shard")
-    assert job.fork(name, precision, *two, chaos=KILL.format(5), waits=True).code != 0
-    folder = job.folder / name / "checkpoints" / "step-00000004"
+    assert small.fork(name, precision, *two, chaos=KILL.format(5), waits=True).code != 0
+    folder = small.folder / name / "checkpoints" / "step-00000004"
     masters = {k: v for k, v in tensors_joined(folder).items() if k.startswith("weight/")}
     assert masters and all(v.dtype == torch.float32 for v in masters.values())
     assert any(not torch.equal(v, v.bfloat16().float()) for v in masters.values())
-    done = job.fork(
+    done = small.fork(
         name, precision, "--resume", "auto", "--total-steps", 4, "--allow-changes", ranks=1
     )
     assert done.code == 0 and "4 of 4 steps are done" in done.out, done.err
-    done = job.fork(name, precision, "--resume", "auto", ranks=2)
+    done = small.fork(name, precision, "--resume", "auto", ranks=2)
     assert done.code == 0 and "4 of 12" in done.out, done.err
 
 
@@ -273,22 +281,22 @@ def tensors_joined(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_lora_on_lora(job):
+def test_lora_on_lora(small):
     """A second adapter on a first one: killed and resumed on another number of stages."""
-    assert job.fork("first", "--llm-lora-num", 1, ranks=1).code == 0
+    assert small.fork("first", "--llm-lora-num", 1, ranks=1).code == 0
     options = (
         "--model-path",
-        last(job, "first"),
+        last(small, "first"),
         "--llm-lora-num",
         2,
         "--processor-path",
-        job.model,
+        small.model,
         "--config-path",
-        job.model,
+        small.model,
     )
-    assert job.fork("second", *options, ranks=1).code == 0
-    assert job.fork("second-parts", *options, ranks=2, chaos=KILL.format(7), waits=True).code != 0
-    done = job.fork("second-parts", *options, "--resume", "auto", ranks=1)
+    assert small.fork("second", *options, ranks=1).code == 0
+    assert small.fork("second-parts", *options, ranks=2, chaos=KILL.format(7), waits=True).code != 0
+    done = small.fork("second-parts", *options, "--resume", "auto", ranks=1)
     assert done.code == 0, done.err
-    assert job.losses("second-parts") == job.losses("second")
-    assert_same(last(job, "second-parts"), last(job, "second"))
+    assert small.losses("second-parts") == small.losses("second")
+    assert_same(last(small, "second-parts"), last(small, "second"))

@@ -58,6 +58,8 @@ def untouched_house() -> dict[str, ModuleType]:
             with contextlib.suppress(ModuleNotFoundError):  # not every torch has each of them
                 importlib.import_module(name)
         sys.modules["register"].import_shelf(*sys.modules["commands.train"].SHELF)
+        for section in ("moved", "gone"):  # read once; each run looks for old names
+            sys.modules["options.command_line"].old_names(section)
         return _take_out()
     finally:
         sys.path.remove(str(ROOT))

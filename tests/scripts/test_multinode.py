@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ports import free_port
+from tests.helpers.ready_venv import NotingVenv
 from tests.helpers.small_run import Job
+from tests.helpers.warm_start import WarmLauncher
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "scripts" / "train_pp_multinode.sh"
@@ -88,8 +90,15 @@ def test_a_slurm_job_of_two_machines_trains(tmp_path):
     words = Job(tmp_path).command("run", "--total-steps", 1, "--warmup-steps", 0)
     words[words.index("--model-path")] = "--config-path"  # the recipe gives --model-path, too
     command = [*spooled(tmp_path), *words[2:]]
-    done = run(command, **{**slurm(tmp_path), "MASTER_PORT": str(free_port())})
+    venv = NotingVenv(tmp_path)
+    told = {"MASTER_PORT": str(free_port()), "STAGELINE_VENV": str(venv.folder)}
+    done = run(command, **{**slurm(tmp_path), **told})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "machine 0 of 2" in done.stderr and "machine 1 of 2" in done.stderr
-    assert done.stdout.count("step 1/1 | loss") == 1
+    # the torchrun of each machine, in forks of this process
+    commands = [words for words in venv.commands() if words[0] == "-m"]
+    launchers = [WarmLauncher(words, {"OMP_NUM_THREADS": "1"}) for words in commands]
+    ended = [launcher.finish() for launcher in launchers]
+    assert [one.code for one in ended] == [0, 0], ended
+    assert sum(one.out.count("step 1/1 | loss") for one in ended) == 1
     assert (tmp_path / "run" / "checkpoints" / "step-00000001" / "manifest.json").is_file()

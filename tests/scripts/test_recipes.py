@@ -18,6 +18,8 @@ from options.train import CheckConfig, RunConfig
 from register import ALL_REGISTERS
 from stageline.corpus.corpus_files import open_corpus
 from stageline.corpus.encoder import load_encoder
+from tests.helpers.forked_entry import run_entry
+from tests.helpers.ready_venv import NotingVenv
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts").glob("*.slurm")])
@@ -104,6 +106,16 @@ def run(script, *options, **environment):
     )
 
 
+def run_noted(folder, script, *options, **environment):
+    """Run the command lines of a script one after the other in forks of this process."""
+    venv = NotingVenv(folder)
+    told = run(script, *options, STAGELINE_VENV=str(venv.folder), **environment)
+    assert told.returncode == 0, told.stdout + told.stderr
+    for words in venv.commands():
+        done = run_entry(words)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="the scripts' environment is not there")
 def test_the_default_job_trains_and_is_evaluated(tmp_path):
     folder = tmp_path / "run"
@@ -114,17 +126,14 @@ def test_the_default_job_trains_and_is_evaluated(tmp_path):
     for name in ("config.yaml", "log.jsonl", "loss.png", "samples/step-00000003.png"):
         assert (folder / name).is_file(), name
     checkpoint = folder / "checkpoints" / "step-00000003"
-    evaluated = run("evaluate.sh", "--limit", "6", MODEL_PATH=str(checkpoint))
-    assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
+    run_noted(tmp_path, "evaluate.sh", "--limit", "6", MODEL_PATH=str(checkpoint))
     report = json.loads((folder / "evaluation" / "report.json").read_text())
     assert report["num_samples"] == 6 and 0 <= report["score"] <= 1
     assert len((folder / "evaluation" / "predictions.jsonl").read_text().splitlines()) == 6
 
 
-@pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="the scripts' environment is not there")
 def test_the_guides_become_a_corpus_of_two_types(tmp_path):
-    built = run("build_corpus.sh", "--num-workers", "0", SAVE_PATH=str(tmp_path))
-    assert built.returncode == 0, built.stdout + built.stderr
+    run_noted(tmp_path, "build_corpus.sh", "--num-workers", "0", SAVE_PATH=str(tmp_path))
     corpus = open_corpus(tmp_path / "guides")
     assert [kind.name for kind in corpus.header.types] == ["guides-0-english", "guides-1-chinese"]
     texts = [json.loads(line)["text"] for line in (tmp_path / "chinese.jsonl").open()]

@@ -26,7 +26,7 @@ def start(family, *, stage=0, num_stages=1, tied=False, seed=3, **kwargs):
 @pytest.mark.parametrize("family", DECODERS + VISION_LANGUAGE)
 def test_independent_of_the_number_of_stages(family, tied):
     one = start(family, tied=tied).state_dict()
-    for num_stages in (2, 4):
+    for num_stages in (4,) if tied else (2, 4):
         seen = {}
         for stage in range(num_stages):
             model = start(family, stage=stage, num_stages=num_stages, tied=tied)

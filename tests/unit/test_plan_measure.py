@@ -30,6 +30,12 @@ from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch):
+    """Run no pass again for its seconds, which no test here compares."""
+    monkeypatch.setattr("stageline.planner.estimate.SHORT_SECONDS", 0.0)
+
+
 def maker(family, folder, *, tied=False, config=None, **options):
     """Builds pieces and whole stages of a tiny model that has a config and no weights."""
     (config or tiny_config(family, tied=tied)).save_pretrained(folder)
