@@ -108,13 +108,11 @@ def option_fields(config: Any) -> dict[str, dataclasses.Field]:
 def _fields_of(kind: type) -> dict[str, dataclasses.Field]:
     found = {}
     for item in dataclasses.fields(kind):
-        held = item.metadata.get("holds")
-        if held is None:
+        if (held := item.metadata.get("holds")) is None:
             found[item.name] = item
-            continue
-        for name, inner in option_fields(held).items():
-            inner = found[f"{item.name}.{name}"] = copy.copy(inner)
-            inner.name = f"{item.name}.{name}"
+        for inner in map(copy.copy, _fields_of(held).values() if held else ()):
+            inner.name = f"{item.name}.{inner.name}"
+            found[inner.name] = inner
     return found
 
 
