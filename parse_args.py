@@ -132,7 +132,8 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     """Read the options of a training run, by default of the words of this process."""
 
     def keys(given: Mapping[str, Given]) -> Keys:
-        is_scored = not {"eval_completions", "metric", "help"}.isdisjoint(given)
+        asked = given["eval_completions"].values if "eval_completions" in given else ["0"]
+        is_scored = not {"metric", "help"}.isdisjoint(given) or asked[-1:] not in ([], ["0"])
         return TRAIN_KEYS | ({"metric": "exact_match"} if is_scored else {})
 
     arguments = _settled(read_arguments(argv, train.RunConfig, keys=keys))
