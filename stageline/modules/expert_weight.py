@@ -6,6 +6,7 @@ in the place of the parameter is another object. Not here: the adapters (`lora.p
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,8 @@ class ExpertWeight:
 
     def dense(self) -> torch.Tensor:
         """Return the sum, as a tensor."""
-        total: torch.Tensor = self.base
+        is_packed = isinstance(self.base, PackedWeight)
+        total: torch.Tensor = self.base.dense() if is_packed else self.base
         for left, right, scale in self.terms:
             total = total + (scale * (left @ right)).to(total.dtype)
         return total
@@ -103,12 +105,22 @@ class ExpertWeight:
         name, kwargs = getattr(func, "__name__", "").partition(".")[0], kwargs or {}
         if len(args) >= 2 and isinstance(args[1], cls) and isinstance(args[0], torch.Tensor):
             x, weight, *rest = args
+            base = weight.base
+            is_packed = isinstance(base, PackedWeight)
             if name == "linear":
-                return weight._added(func(x, weight.base, *rest, **kwargs), x, torch.matmul, True)
+                bias = rest[0] if rest else kwargs.get("bias")
+                if is_packed:
+                    result = base.mT.product(x) if bias is None else base.mT.product(x) + bias
+                else:
+                    result = func(x, base, bias)
+                return weight._added(result, x, torch.matmul, True)
             if name in _PRODUCTS and not rest and not kwargs:
-                return weight._added(func(x, weight.base), x, func)
+                return weight._added(base.product(x) if is_packed else func(x, base), x, func)
             if name in _GROUPED and not rest and kwargs.keys() == {"offs"}:
-                result = func(x, weight.base, **kwargs)
+                if is_packed:
+                    result = base.product(x, kwargs["offs"].tolist())
+                else:
+                    result = func(x, base, **kwargs)
                 return weight._added(result, x, _grouped(func, kwargs["offs"]))
         if len(args) == 2 and isinstance(args[0], cls) and name in _PRODUCTS and not kwargs:
             weight, x = args
@@ -146,3 +158,85 @@ def _grouped(
         return func(x, weight, offs=offsets)[:, :num_columns]
 
     return multiply
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """Frozen matrices in few bits, which are dequantized one by one and not kept.
+
+    Attributes:
+        matrices: each dequantizes one, [rows, columns], or [columns, rows] if `is_transposed`.
+        size: (rows, columns) as a product sees them.
+        dtype, device: of a dequantized matrix.
+        is_one: stands for a single matrix, not for a stack of them.
+    """
+
+    matrices: Sequence[Callable[[], torch.Tensor]]
+    size: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    is_transposed: bool = False
+    is_one: bool = False
+    requires_grad = False
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.size if self.is_one else (len(self.matrices), *self.size))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def mT(self) -> "PackedWeight":
+        return replace(self, size=self.size[::-1], is_transposed=not self.is_transposed)
+
+    def __getitem__(self, index: Any) -> "PackedWeight":
+        chosen = index.tolist() if isinstance(index, torch.Tensor) else index
+        if isinstance(chosen, int):
+            return replace(self, matrices=[self.matrices[chosen]], is_one=True)
+        places = range(len(self.matrices))[chosen] if isinstance(chosen, slice) else chosen
+        return replace(self, matrices=[self.matrices[place] for place in places])
+
+    def matrix(self, place: int) -> torch.Tensor:
+        """Return one matrix as floats, [rows, columns]."""
+        dense = self.matrices[place]()
+        return dense.mT if self.is_transposed else dense
+
+    def dense(self) -> torch.Tensor:
+        """Return all of them as floats."""
+        made = [self.matrix(place) for place in range(len(self.matrices))]
+        return made[0] if self.is_one else torch.stack(made)
+
+    def product(self, x: torch.Tensor, ends: Sequence[int] | None = None) -> torch.Tensor:
+        """Return x times the matrix; `ends`: where the rows of x [N, .] for each matrix end."""
+        rows = x.flatten(0, -2)
+        if ends is None:
+            count = len(self.matrices)
+            ends = [len(rows) * (place + 1) // count for place in range(count)]
+        made = _PackedProduct.apply(rows.to(self.dtype), self, tuple(ends))
+        return made.to(x.dtype).unflatten(0, x.shape[:-1])
+
+
+class _PackedProduct(torch.autograd.Function):
+    """Rows times matrices; both passes dequantize those that have rows, one after the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: PackedWeight, ends: tuple[int, ...]
+    ) -> torch.Tensor:
+        ctx.weight, ctx.ends = weight, ends
+        return _times(x, weight, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _times(grads[0], ctx.weight.mT, ctx.ends), None, None
+
+
+def _times(x: torch.Tensor, weight: PackedWeight, ends: tuple[int, ...]) -> torch.Tensor:
+    made, start = x.new_zeros(len(x), weight.size[1]), 0
+    for place, end in enumerate(ends):
+        if end > start:
+            made[start:end] = x[start:end] @ weight.matrix(place)
+        start = end
+    return made

@@ -276,11 +276,11 @@ class Methods:
         if layers and not count:
             raise UserError(
                 f"`quantization` {self.quantization.kind}: {model.config.model_type} has no plain "
-                "linear layer in its layers. Drop it."
+                "linear layer or experts in its layers. Drop it."
             )
         after = base_bytes(layers)
         model.notes += (
-            f"stage {model.stage}: {count} linear layers are kept as {self.quantization.kind}, "
+            f"stage {model.stage}: {count} layers are kept as {self.quantization.kind}, "
             f"{after / 2**20:.3g} MiB instead of {before / 2**20:.3g}",
         )
         # modules that are not quantised move too; tied weights stay tied

@@ -2,20 +2,22 @@
 et al. 2023, arXiv 2305.14314).
 
 A filled stage is quantised one linear layer after the other, so both forms exist of one layer only.
-`nf4` and `int8` are layers of bitsandbytes. Embedding, head, norms, routers, fused experts and a
-vision tower stay as they are.
+`nf4` and `int8` are layers of bitsandbytes; fused weights of experts are quantised expert by expert
+and dequantized for a product. Embedding, head, norms, routers and a vision tower stay as they are.
 """
 
 import copy
 import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
 from stageline.errors import UserError
+from stageline.modules.expert_weight import ExpertWeight, PackedWeight, expert_parameters
 
 Kind = Literal["nf4", "int8"]
 NF4_BLOCK, SCALE_BLOCK = 64, 256  # nf4: weights that share a scale; scales that share a scale
@@ -48,7 +50,7 @@ def quantise_layers(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> int:
-    """Quantise the linear layers below `layers`, in place, one after the other.
+    """Quantise linear layers and weights of experts below `layers`, in place, one after another.
 
     Args:
         dtype: in which the model computes.
@@ -73,7 +75,96 @@ def quantise_layers(
             made.weight.num_weights = linear.weight.numel()  # type: ignore[union-attr]
             parent._modules[leaf] = made
             count += 1
+        for experts in [module for module in layer.modules() if expert_parameters(module)]:
+            _quantise_experts(experts, quantization, dtype=dtype, device=device)
+            count += 1
     return count
+
+
+def _quantise_experts(
+    experts: nn.Module, quantization: Quantization, *, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Put bytes [E, bytes of one] in the place of fused weights; what reads them dequantizes."""
+    is_nf4 = quantization.kind == "nf4"
+    kept: list[torch.Tensor] = []  # scales
+    for leaf in expert_parameters(experts):
+        weight = experts._parameters[leaf]
+        assert weight is not None  # it was found there
+        # int8 has a scale for each output
+        turns = not is_nf4 and getattr(experts, "is_transposed", False)
+        num_experts, num_rows, num_columns = weight.mT.shape if turns else weight.shape
+        size = num_rows, num_columns
+        if weight.is_meta:
+            shape = (-(-num_rows * num_columns // NF4_BLOCK), NF4_BLOCK) if is_nf4 else size
+            num_bytes = num_experts * _num_bytes(*shape, quantization)
+            packed = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+        else:
+            made = [
+                _quantised_matrix((one.mT if turns else one).detach().to(device), quantization)
+                for one in weight
+            ]
+            packed = torch.stack([values for values, _ in made])
+            for _, state in made if is_nf4 else ():  # one table for all of them
+                state.code = made[0][1].code
+                if state.state2 is not None:
+                    state.state2.code = made[0][1].state2.code
+            matrices = []
+            for values, (_, state) in zip(packed, made, strict=True):
+                kept += _scales(state)
+                own = quantization.compute_dtype or dtype
+                matrices.append(partial(_dequantised, values, state, size, own))
+            base = PackedWeight(matrices, size, own, device)
+            experts.__dict__[leaf] = ExpertWeight(base.mT if turns else base)
+        parameter = nn.Parameter(packed, requires_grad=False)
+        parameter.num_weights = weight.numel()  # type: ignore[attr-defined]
+        experts._parameters[leaf] = parameter
+    for other in experts._parameters.values():
+        if other is not None and not other.is_meta:
+            other.data = other.data.to(device)
+    experts.__dict__.update(is_quantised=True, scales=kept)
+
+
+def _quantised_matrix(matrix: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, Any]:
+    library = _bitsandbytes(quantization.kind).functional
+    if quantization.kind == "int8":
+        values, scales, _ = library.int8_vectorwise_quant(matrix.to(torch.float16).contiguous())
+        return values, scales
+    # a row a block: on a CPU bitsandbytes 0.50 reads blocks that span rows at other places
+    flat = matrix.flatten()
+    blocks = nn.functional.pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK)
+    double = quantization.double
+    return library.quantize_4bit(blocks, quant_type="nf4", compress_statistics=double)
+
+
+def _dequantised(
+    values: torch.Tensor, state: Any, size: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    if isinstance(state, torch.Tensor):
+        return (values.to(torch.float32) * (state / 127).unsqueeze(1)).to(dtype)
+    blocks = importlib.import_module("bitsandbytes").functional.dequantize_4bit(values, state)
+    return blocks.flatten()[: size[0] * size[1]].view(size).to(dtype)
+
+
+def _scales(state: Any) -> list[torch.Tensor]:
+    """Return the tensors of a scale, or of a state of nf4 and of the states in it."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    found = []
+    while state is not None:
+        found += [value for value in (state.absmax, state.offset) if value is not None]
+        state = state.state2
+    return found
+
+
+def _num_bytes(num_rows: int, num_columns: int, quantization: Quantization) -> int:
+    """Return the bytes of a matrix in few bits, with its scales."""
+    numbers = num_rows * num_columns
+    if quantization.kind == "int8":
+        return numbers + 4 * num_rows
+    num_blocks = -(-numbers // NF4_BLOCK)
+    if quantization.double:  # a byte each, a float32 for a block of these, and their mean
+        return -(-numbers // 2) + num_blocks + 4 * -(-num_blocks // SCALE_BLOCK) + 4
+    return -(-numbers // 2) + 4 * num_blocks
 
 
 def num_weights(parameter: torch.Tensor) -> int:
@@ -82,13 +173,14 @@ def num_weights(parameter: torch.Tensor) -> int:
 
 
 def base_bytes(layers: Iterable[nn.Module]) -> int:
-    """Bytes of what quantised and plain linear layers below `layers` keep, without adapters."""
+    """Bytes that linear layers and experts below `layers` keep, quantised or not, no adapters."""
     total = 0
     for layer in layers:
         for name, module in layer.named_modules():
             if "lora" in name.split("."):
                 continue
-            if getattr(module, "is_quantised", False) or type(module) is nn.Linear:
+            is_plain = type(module) is nn.Linear or bool(expert_parameters(module))
+            if getattr(module, "is_quantised", False) or is_plain:
                 total += sum(tensor.untyped_storage().nbytes() for tensor in _stored(module))
     return total
 
@@ -150,27 +242,30 @@ def placed(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
 
 def _stored(module: nn.Module) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = [*module.parameters(recurse=False)]
+    tensors += vars(module).get("scales", ())
     weight = module._parameters.get("weight")
     state = getattr(weight, "quant_state", None)
-    while state is not None:
-        tensors += [value for value in (state.absmax, state.offset) if value is not None]
-        state = state.state2
+    tensors += [] if state is None else _scales(state)
     scale = getattr(weight, "SCB", None)
     scale = getattr(getattr(module, "state", None), "SCB", None) if scale is None else scale
     return tensors if scale is None else [*tensors, scale]
 
 
-def _quantised(
-    linear: nn.Linear, quantization: Quantization, *, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
+def _bitsandbytes(kind: str) -> Any:
     try:
-        library = importlib.import_module("bitsandbytes")
+        return importlib.import_module("bitsandbytes")
     except ImportError as error:
         raise UserError(
-            f"`quantization` {quantization.kind} requires bitsandbytes, which cannot be imported "
+            f"`quantization` {kind} requires bitsandbytes, which cannot be imported "
             f"({error}). Install it (bash scripts/setup.sh quantization, or pip install "
             "bitsandbytes), or drop `quantization`."
         ) from error
+
+
+def _quantised(
+    linear: nn.Linear, quantization: Quantization, *, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    library = _bitsandbytes(quantization.kind)
     sizes, weight = (linear.in_features, linear.out_features), linear.weight.detach()
     plain: dict[str, Any] = {"bias": linear.bias is not None, "device": "meta"}
     if quantization.kind == "nf4":
@@ -206,14 +301,7 @@ class _Outline(nn.Module):
     def __init__(self, linear: nn.Linear, quantization: Quantization) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        numbers = linear.weight.numel()
-        if quantization.kind == "int8":
-            num_bytes = numbers + 4 * linear.out_features
-        elif quantization.double:  # a byte each, a float32 for a block of these, and their mean
-            scales = numbers // NF4_BLOCK + 4 * -(-numbers // (NF4_BLOCK * SCALE_BLOCK)) + 4
-            num_bytes = numbers // 2 + scales
-        else:
-            num_bytes = numbers // 2 + 4 * numbers // NF4_BLOCK
+        num_bytes = _num_bytes(linear.out_features, linear.in_features, quantization)
         self.weight = nn.Parameter(
             torch.empty(num_bytes, dtype=torch.uint8, device="meta"), requires_grad=False
         )

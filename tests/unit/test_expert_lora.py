@@ -1,5 +1,6 @@
 """LoRA on fused experts, against `peft`'s `target_parameters` on the unsplit model in float64."""
 
+import copy
 import json
 
 import peft
@@ -13,7 +14,9 @@ from pp_models import class_of_key
 from stageline.checkpoint.adapter import attach_adapter
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
+from stageline.modules.expert_weight import expert_parameters
 from stageline.modules.lora import lora_stacks, merge_lora, strip_lora
+from stageline.modules.quantised import Quantization, base_bytes, quantise_layers
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.shrink import shrink_config
@@ -216,3 +219,27 @@ def test_what_is_said_and_refused(tmp_path):
             make_stages(base, 1, **refused)
     with pytest.raises(UserError, match="experts.gate_up_proj"):
         make_stages(base, 1, lora_target=["gate_up_proj"])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(("kind", "double"), [("nf4", False), ("nf4", True), ("int8", False)])
+def test_experts_in_few_bits(family, kind, double, tmp_path):
+    """A loss and gradients as on the same weights dequantized; bytes as the plan counts them."""
+    pytest.importorskip("bitsandbytes")
+    _, base, folder = saved_adapter(family, tmp_path)
+    (stage,) = make_stages(base, 1, folder, dtype=torch.float32)
+    experts = [m for m in stage.modules() if expert_parameters(m)]
+    plain = [{leaf: m._parameters[leaf] for leaf in expert_parameters(m)} for m in experts]
+    outlines = [copy.deepcopy(m).to("meta") for m in experts]
+    quantization = Quantization(kind, double=double)
+    for where, held in (("cpu", experts), ("meta", outlines)):
+        assert quantise_layers(held, quantization, dtype=torch.float32, device=where) == len(held)
+    assert base_bytes(experts) == base_bytes(outlines)
+    few = chain([stage], base)
+    for module, weights in zip(experts, plain, strict=True):
+        for leaf, weight in weights.items():
+            dense = vars(module).pop(leaf).dense()
+            assert 0 < (dense - weight).abs().max() < 0.2 * weight.abs().max()
+            module._parameters[leaf] = torch.nn.Parameter(dense, requires_grad=False)
+    stage.zero_grad()
+    assert gap(few, chain([stage], base)) < 1e-5
