@@ -73,7 +73,7 @@ def _is_told(method: str) -> bool:
 
 def _dequantizes_loaded(method: str) -> bool:
     """Whether transformers can dequantize a model that was loaded."""
-    quantizer = AUTO_QUANTIZER_MAPPING.get(method, HfQuantizer)
+    quantizer: Any = AUTO_QUANTIZER_MAPPING.get(method, HfQuantizer)
     return quantizer._dequantize is not HfQuantizer._dequantize
 
 

@@ -110,7 +110,8 @@ def load_whole(
     why = misfits(lacking, info["unexpected_keys"] if is_strict else (), wrong)
     if why:
         raise _does_not_fit(folder, why)
-    if few_bit is not None and not keeps_bits:
+    keeps_bits = keeps_bits and getattr(model, "hf_quantizer", None) is not None
+    if few_bit is not None and not keeps_bits:  # transformers dequantizes on some devices
         finish_dequantized(model, model.config.dtype)
         round_weights(model, model.config.dtype)  # transformers casts only quantized ones
     check_finite(

@@ -840,7 +840,7 @@ def stored_of(config: PretrainedConfig) -> Stored | None:
         found = Stored(4, 32, 1, linear=False, experts=True)
         if method == "fp8":
             found = Stored(8, math.prod(given.get("weight_block_size") or (128, 128)), experts=True)
-        if torch.cuda.is_available() and not _keeps_bits(given):
+        if torch.accelerator.is_available() and not _keeps_bits(given):
             return None
     else:
         return None

@@ -10,9 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
 
 from stageline.checkpoint.few_bit import dequantizing_settings
 from stageline.checkpoint.plain_folder import export_folder
-from stageline.checkpoint.plain_model import load_plain
+from stageline.checkpoint.plain_model import load_plain, load_whole
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
+from stageline.model_folder import load_config
 from tests.helpers.chain import chained_logits
 from tests.helpers.few_bit import write_compressed, write_fp8, write_mxfp4, write_packed
 from tests.helpers.tiny_checkpoints import load_stages, tiny_whole
@@ -82,8 +83,13 @@ def test_full_weights_next_to_fp8_take_the_dtype_of_the_run(tmp_path):
     for name, tensor in load_stages(tmp_path, num_stages=1)[0].state_dict().items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, expected[name].float())
-    plain = load_plain(tmp_path, dtype=torch.float32)
-    assert {one.dtype for one in plain.parameters()} == {torch.float32}
+    config = load_config(tmp_path, keeps_bits=True)
+    options = {"dtype": torch.float32, "keeps_bits": True}  # without a GPU none are kept
+    for plain in (
+        load_plain(tmp_path, dtype=torch.float32),
+        load_whole(AutoModelForCausalLM, tmp_path, config, **options),
+    ):
+        assert {one.dtype for one in plain.parameters()} == {torch.float32}
 
 
 def held_by(stages):
