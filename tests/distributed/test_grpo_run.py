@@ -24,6 +24,7 @@ from tests.helpers.grpo_runs import (
     REPLICAS,
     SPLITS,
     TWICE,
+    ZBV,
     assert_same_but_for_sums,
     assert_same_bytes,
     assert_same_figures,
@@ -76,16 +77,19 @@ def test_what_a_run_tells(job):
     assert "reward" not in steps[1]["loss_figures"] and "kl" in steps[1]["loss_figures"]
 
 
+FIGURES = ("loss", "kl", "entropy", "grad_norm", "reward", "ratio_gap")
+
+
 @pytest.mark.parametrize(("options", "ranks"), SPLITS)
 def test_every_split_draws_and_learns_the_same(job, options, ranks):
+    """Two stages of 1f1b are in test_a_killed_run_goes_on_with_the_same_answers."""
     name = f"split {ranks} {' '.join(map(str, options))}"
     trained(job, name, *TWICE, *LORA, *options, ranks=ranks)
     assert_same_bytes(job, name, "one")
-    figures = ("loss", "kl", "entropy", "grad_norm", "reward", "ratio_gap")
-    assert_same_figures(job, name, figures, rel=1e-6, abs=1e-9)
+    assert_same_figures(job, name, FIGURES, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize(("options", "ranks"), [(("--schedule", "zbv", "--num-stages", 4), 2)])
+@pytest.mark.parametrize(("options", "ranks"), [ZBV])
 def test_answers_packed_into_rows(job, options, ranks, monkeypatch):
     monkeypatch.setattr(Rollouts, "_batches", packs_several(Rollouts._batches))
     name = f"packed {options[0]}"
@@ -132,6 +136,7 @@ def test_a_killed_run_goes_on_with_the_same_answers(job, point):
     done = trained(job, point, *TWICE, *LORA, "--resume", "auto")
     assert "2 of 4 steps are done" in done.out
     assert_same_bytes(job, point, "one")
+    assert_same_figures(job, point, FIGURES, rel=1e-6, abs=1e-9)
 
 
 def test_compiled_layers_answer_as_they_were_written(job, monkeypatch):
@@ -173,11 +178,11 @@ def test_a_slow_judge_works_while_the_step_before_trains(job):
     trained(job, "patient", *options, ranks=1)
 
 
-@pytest.mark.parametrize("options", [(), SPLITS[2][0]])
-def test_every_split_draws_the_same_ahead(job, ahead, options):
-    name = f"ahead {' '.join(map(str, options))}"
-    trained(job, name, *AHEAD, *options, ranks=2)
-    assert_same_bytes(job, name, ahead)
+def test_a_split_with_another_schedule_draws_the_same_ahead(job, ahead):
+    """Two stages of 1f1b are in test_answers_in_flight_outlive_a_kill."""
+    options, ranks = ZBV
+    trained(job, "ahead zbv", *AHEAD, *options, ranks=ranks)
+    assert_same_bytes(job, "ahead zbv", ahead)
 
 
 def test_shares_that_answer_ahead_in_packed_rows(job, ahead):

@@ -27,11 +27,11 @@ from tests.helpers.tiny_batches import (
 )
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 # padding beyond the sliding window of 8 makes NaN in transformers' own full batch
 SIMILAR_LENGTHS = (14, 12, 16, 13)
 MAX_NORM = 0.05  # well below the norm of these models, so that clipping acts
-RATES = (1e-3, 2e-3, 5e-4)
+RATES = (1e-3, 2e-3)
 EPS = 1e-4  # a smaller one blows gradients that are roundings up to the size of others
 FAMILIES = DECODERS + VISION_LANGUAGE
 
@@ -132,9 +132,14 @@ def split_run(model, rank, family, schedule):
     return {"steps": steps, "weights": weights}
 
 
-def schedules_of(tied):
-    """That a tied weight is added up under each schedule is tested in test_schedule_parity.py."""
-    return ("1f1b",) if tied else ("gpipe", "1f1b")
+def schedules_of(tied, num_stages):
+    """Each family meets both schedules, on two stages both; all are in test_schedule_parity.py.
+
+    That a tied weight is added up under each schedule is tested there, too.
+    """
+    if tied or num_stages == 4:
+        return ("1f1b",)
+    return ("gpipe", "1f1b") if num_stages == 2 else ("gpipe",)
 
 
 def split_runs(rank, family, folders, num_stages):
@@ -143,7 +148,7 @@ def split_runs(rank, family, folders, num_stages):
     for tied, folder in folders.items():
         model = build_stage(family, folder, stage=rank, num_stages=num_stages)
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
-        for schedule in schedules_of(tied):
+        for schedule in schedules_of(tied, num_stages):
             begin_again(model, start)
             results[f"{tied} {schedule}"] = split_run(model, rank, family, schedule)
     return results
@@ -213,7 +218,7 @@ def test_split_equals_whole(family, num_stages, whole_runs):
     folders, references = whole_runs(family)
     results = run_ranks(split_runs, num_stages, family, folders, num_stages)
     for tied in (False, True):
-        for schedule in schedules_of(tied):
+        for schedule in schedules_of(tied, num_stages):
             stages = [result[f"{tied} {schedule}"] for result in results]
             compare(stages, references[tied], tied=tied)
 

@@ -27,7 +27,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import count_targets, tiny_micro_batches
 from tests.helpers.tiny_models import tiny_config
 
-NUM_LAYERS, NUM_STEPS, SEED = 8, 3, 11
+NUM_LAYERS, NUM_STEPS, SEED = 8, 2, 11
 ADAMW = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1}
 LENGTHS = (9, 12, 10, 11)
 CPU = torch.device("cpu")
@@ -124,6 +124,18 @@ def reference_run(whole):
     return {"start": start, "losses": losses, "weights": weights}
 
 
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory):
+    """Return the folder and the run of the whole model of a kind; each is made once."""
+
+    @functools.cache
+    def made(kind):
+        folder = tmp_path_factory.mktemp(kind)
+        return folder, reference_run(build_whole(kind, folder))
+
+    return made
+
+
 def batches_of(step):
     return tiny_micro_batches("llama", lengths=LENGTHS, seed=50 + step)
 
@@ -200,8 +212,8 @@ def compare(ranks, reference, *, where, tolerance=0.0):
 
 
 @pytest.mark.parametrize("kind, num_ranks", CASES)
-def test_every_split_draws_the_masks_of_the_whole_model(kind, num_ranks, tmp_path):
-    reference = reference_run(build_whole(kind, tmp_path))
+def test_every_split_draws_the_masks_of_the_whole_model(kind, num_ranks, wholes):
+    folder, reference = wholes(kind)
     cases = [
         (make_schedule(name, num_ranks=num_ranks), recomputed, {})
         for name, recomputed in SPLITS[num_ranks]
@@ -209,7 +221,7 @@ def test_every_split_draws_the_masks_of_the_whole_model(kind, num_ranks, tmp_pat
     if num_ranks == 2:  # this last stage has only the head
         alone = {"partition": [NUM_LAYERS, 0], "is_piece": True}
         cases.append((make_schedule("1f1b", num_ranks=2), False, alone))
-    results = run_ranks(split_runs, num_ranks, kind, tmp_path, reference["start"], cases)
+    results = run_ranks(split_runs, num_ranks, kind, folder, reference["start"], cases)
     for index, (schedule, recomputed, options) in enumerate(cases):
         where = f"{schedule.name} on {num_ranks} ranks, recomputed: {recomputed}, {options}"
         compare([result[index] for result in results], reference, where=where)
@@ -221,9 +233,9 @@ def without_seeds(rank, kind, folder, start):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_seeds_are_what_makes_them_equal(kind, tmp_path):
-    reference = reference_run(build_whole(kind, tmp_path))
-    (result,) = run_ranks(without_seeds, 1, kind, tmp_path, reference["start"])
+def test_the_seeds_are_what_makes_them_equal(kind, wholes):
+    folder, reference = wholes(kind)
+    (result,) = run_ranks(without_seeds, 1, kind, folder, reference["start"])
     assert result["losses"] != reference["losses"]
 
 
@@ -244,9 +256,9 @@ def replicated(rank, kind, folder, start, is_sharded):
 
 
 @pytest.mark.parametrize("kind, is_sharded", [("embedding", False), ("attention", True)])
-def test_two_replicas_with_half_of_the_batch_each(kind, is_sharded, tmp_path):
-    reference = reference_run(build_whole(kind, tmp_path))
-    results = run_ranks(replicated, 2, kind, tmp_path, reference["start"], is_sharded)
+def test_two_replicas_with_half_of_the_batch_each(kind, is_sharded, wholes):
+    folder, reference = wholes(kind)
+    results = run_ranks(replicated, 2, kind, folder, reference["start"], is_sharded)
     compare(results, reference, where="two replicas", tolerance=2e-6)
 
 
@@ -264,8 +276,8 @@ def compiled(rank, kind, folder, start):
     return result, dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
 
 
-def test_compiled_layers_draw_the_same_without_a_graph_break(tmp_path):
-    reference = reference_run(build_whole("lora", tmp_path))
-    ((result, breaks, graphs),) = run_ranks(compiled, 1, "lora", tmp_path, reference["start"])
+def test_compiled_layers_draw_the_same_without_a_graph_break(wholes):
+    folder, reference = wholes("lora")
+    ((result, breaks, graphs),) = run_ranks(compiled, 1, "lora", folder, reference["start"])
     assert breaks == {} and graphs > 0
     compare([result], reference, where="compiled")

@@ -68,15 +68,16 @@ def watched(
 GRPO = (
     "--collate-fn grpo --reward letters,length --reward.length.longest 8 --reward.length.margin 6 "
     "--rollouts.reward_weights 1,0.1 --rollouts.group_size 4 --batch-size 16 "
-    "--rollouts.prompts_together 2 "
+    "--rollouts.prompts_together 2 --micro-batch-size 4 "
     "--rollouts.max_completion_length 8 --total-steps 4 --save-steps 2 --learning-rate 3e-3"
 ).split()
 TWICE = "--rollouts.inner_steps 2 --rollouts.sampling_temperature 0.7 --loss-fn watched".split()
 LORA = ("--llm-lora-num", 1, "--parts.lm_head.frozen", "--rollouts.kl_beta", 0.1)
+# options, ranks
+ZBV = (("--schedule", "zbv", "--num-stages", 4), 2)
 SPLITS = [
-    ((), 2),
     (("--schedule", "gpipe"), 4),
-    (("--schedule", "zbv", "--num-stages", 4), 2),
+    ZBV,
     (("--schedule", "interleaved_1f1b", "--num-stages", 4), 2),
 ]
 REPLICAS = ("--dp-degree", 2, "--num-stages", 1, "--batch-size", 8)

@@ -3,7 +3,6 @@
 `Job.fork` forks ranks of this process, which has imported everything: two seconds instead of ten.
 """
 
-import gc
 import json
 import os
 import runpy
@@ -30,7 +29,7 @@ from tests.helpers import faults
 from tests.helpers.house import ROOT, enter_house, prepare_house
 from tests.helpers.plans import learn_plans, leave_plans
 from tests.helpers.ports import free_port
-from tests.helpers.ranks import keep_to_a_core
+from tests.helpers.ranks import keep_to_a_core, spare_collections
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 OPTIONS = (
@@ -334,8 +333,7 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
         files: take what it writes to stdout and stderr.
         prepare: called first, its output goes to them too.
     """
-    # looking through all of torch again costs a third of a second, and copies its pages
-    gc.freeze()
+    spare_collections()
     try:
         for number, file in enumerate(files, start=1):
             os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), number)
