@@ -324,8 +324,9 @@ def read_adapter(folder: str | Path, names: Sequence[str] = ()) -> Adapter:
     weights = {
         path: name
         for path, name in _weights_of_experts(config, halves, names).items()
-        # of one expert: a linear layer, which peft can adapt by its weight as well
-        if len(halves[path].get("A", ())) != _by_pattern(config, "rank_pattern", "r", name)
+        # a linear layer, which peft can adapt by its weight as well
+        if not name.endswith(".weight")
+        or len(halves[path].get("A", ())) != _by_pattern(config, "rank_pattern", "r", name)
     }
     halves = {weights.get(path, path): half for path, half in halves.items()}
     broken, num_experts = [name for name in halves if NESTED in name], {}

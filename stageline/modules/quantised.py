@@ -85,7 +85,8 @@ def _quantise_experts(
     experts: nn.Module, quantization: Quantization, *, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Put bytes [E, bytes of one] in the place of fused weights; what reads them dequantizes."""
-    is_nf4 = quantization.kind == "nf4"
+    is_nf4, own = quantization.kind == "nf4", quantization.compute_dtype or dtype
+    assert isinstance(own, torch.dtype)  # a name was looked up
     kept: list[torch.Tensor] = []  # scales
     for leaf in expert_parameters(experts):
         weight = experts._parameters[leaf]
@@ -111,7 +112,6 @@ def _quantise_experts(
             matrices = []
             for values, (_, state) in zip(packed, made, strict=True):
                 kept += _scales(state)
-                own = quantization.compute_dtype or dtype
                 matrices.append(partial(_dequantised, values, state, size, own))
             base = PackedWeight(matrices, size, own, device)
             experts.__dict__[leaf] = ExpertWeight(base.mT if turns else base)
