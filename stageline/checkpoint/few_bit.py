@@ -6,6 +6,7 @@ for the packed integers of GPTQ and AWQ, which one of its own packages runs: it 
 """
 
 import inspect
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,11 @@ def method_of(settings: dict[str, Any]) -> str:
     return f"bitsandbytes_{bits}" if bits else str(key)
 
 
-def dequantizing_settings(checkpoint: Path) -> dict[str, Any] | None:
+def dequantizing_settings(checkpoint: Path, names: Iterable[str]) -> dict[str, Any] | None:
     """Return settings by which weights are dequantized; None: they are not quantized.
+
+    Args:
+        names: the names in the files.
 
     Raises:
         UserError: no quantizer of transformers can do it.
@@ -49,6 +53,13 @@ def dequantizing_settings(checkpoint: Path) -> dict[str, Any] | None:
     if settings is None:
         return None
     method = method_of(settings)
+    ends = ("weight_global_scale", "weight_zero_point")
+    lost = [name for name in names if ".experts." in name and name.endswith(ends)]
+    if method == "compressed-tensors" and lost:
+        raise UserError(
+            f"{checkpoint} has {lost[0]}, which transformers 5.23 ignores for experts: their "
+            "weights would be wrong. Use the checkpoint that it was made of."
+        )
     if method in ("gptq", "awq"):
         return _packed_settings(checkpoint, method, settings)
     if _is_told(method):

@@ -172,7 +172,7 @@ def load_split_model(
     if adapter is not None:
         checkpoint = find_base(adapter)
     files = weight_files(checkpoint, fetches=False)
-    few_bit = dequantizing_settings(checkpoint)
+    few_bit = dequantizing_settings(checkpoint, files)
     leaves = {"weight", "bias", *(name.rpartition(".")[2] for name, _ in model.named_parameters())}
 
     def floats(names: Iterable[str]) -> dict[str, str]:

@@ -78,7 +78,7 @@ def load_whole(
     files = weight_files(folder)
     if folder.is_file():  # `config.transformers_weights` names it
         folder = folder.parent
-    few_bit = (stored_settings if keeps_bits else dequantizing_settings)(folder)
+    few_bit = stored_settings(folder) if keeps_bits else dequantizing_settings(folder, files)
     if is_changed or few_bit is not None:
         config = copy.deepcopy(config)
         if few_bit is not None:

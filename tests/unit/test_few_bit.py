@@ -155,4 +155,13 @@ def test_what_transformers_cannot_dequantize_is_refused_by_name(method, tmp_path
     settings = {"quantization_config": {"quant_method": method, "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match=f"quantized by {method}.*fp8.*mxfp4"):
-        dequantizing_settings(tmp_path)
+        dequantizing_settings(tmp_path, [])
+
+
+@pytest.mark.parametrize("leaf", ["weight_global_scale", "weight_zero_point"])
+def test_scales_of_experts_that_transformers_ignores_are_refused(leaf, tmp_path):
+    settings = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert dequantizing_settings(tmp_path, [f"model.layers.0.mlp.up_proj.{leaf}"])
+    with pytest.raises(UserError, match=f"experts.0.up_proj.{leaf}.*ignores"):
+        dequantizing_settings(tmp_path, [f"model.layers.0.mlp.experts.0.up_proj.{leaf}"])
