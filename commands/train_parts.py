@@ -39,6 +39,7 @@ from options.train import RunConfig, attention_arguments, check_attention_device
 from parse_args import TrainArguments, save_config
 from stageline.checkpoint.resume import ResumePoint, check_same_run
 from stageline.contracts import call, check_call
+from stageline.data.batches.batch import render_sample
 from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
 from stageline.data.batches.prompts import prompt_of
@@ -91,6 +92,7 @@ from stageline.training.rollouts import (
     batches_of,
 )
 from stageline.training.trainer import TrainerConfig
+from stageline.training.turns import Episodes, MessageTokens
 from stageline.verify.names import check_filled_stages
 
 MOST_TRIED = 32  # rows that rewards are tried on
@@ -489,8 +491,17 @@ class TrainingParts:
             is_sorted=run.rows.order == "sorted",
             row_capacity=run.max_token_num if run.packing else None,
         )
+        answers, environment = self._stage_answers(context, runner), None
+        if (chosen := self.config.parts.get("environment")) is not None:
+            environment = Episodes(
+                answers,
+                chosen.bound,
+                message_tokens(data, answers.groups.stop_ids),
+                shared=answers.shared,
+                max_turns=run.rollouts.max_turns,
+            )
         rollouts = Rollouts(
-            self._stage_answers(context, runner),
+            answers,
             make_rewards(self.config),
             options,
             prompts=prompts,
@@ -502,6 +513,7 @@ class TrainingParts:
             saved=facts,
             start_stage=start_stage,
             on_samples=samples,
+            episodes=environment,
         )
         held_out = None
         if data.test is not None:
@@ -705,6 +717,24 @@ def make_rewards(config: TrainArguments) -> Rewards:
         for one, weight in zip(chosen, weights, strict=True)
     ]
     return Rewards(parts, timeout=run.rollouts.reward_timeout)
+
+
+def message_tokens(data: Data, end_ids: Sequence[int]) -> MessageTokens:
+    """Return what makes tokens of an environment's messages, by the template of the run."""
+    tokenizer = get_tokenizer(data.processor)
+
+    def render(messages: Sequence[Mapping[str, Any]]) -> str:
+        sample = {"messages": list(messages)}
+        rendered = render_sample(
+            None, sample, processor=data.processor, for_generation=True, **data.texts
+        )
+        return rendered.text
+
+    images, sample = read_row(data.train, 0)
+    first = render_sample(
+        images, sample, processor=data.processor, for_generation=True, **data.texts
+    )
+    return MessageTokens(tokenizer, render if first.is_chat else None, end_ids)
 
 
 def check_rewards(config: TrainArguments, data: Data) -> None:

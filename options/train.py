@@ -108,6 +108,7 @@ class RolloutOptions(Options):
     drop_equal_groups: bool = option(False, "leave groups with equal rewards out of the loss")
     prompts_together: int = option(8, "prompts that are answered together (changes rounding)", ge=1)
     ahead: int = option(0, "steps that answers are sampled ahead (0 or 1)", ge=0, le=1)
+    max_turns: int = option(8, "most completions of an answer", ge=1, needs=("--environment KEY",))
     keep_samples: int = free_option(1, "steps between entries in samples.jsonl (0 = none)", ge=0)
 
 
@@ -524,6 +525,8 @@ def check_rollouts(run: Any, parts: Any) -> None:
             raise OptionError(f"{given[0]} requires --loss-fn grpo. Add it or drop {given[0]}.")
         return
     size, count = own.group_size, run.batch_size * run.accumulate_steps
+    if own.ahead and "environment" in parts:
+        raise OptionError("--environment does not go with --rollouts.ahead. Drop one of them.")
     weights, num_rewards = own.reward_weights, len(parts["reward"].part)
     refuse(
         {
