@@ -118,8 +118,13 @@ def stage_builder(config: TrainArguments, *, images: Any = None) -> StageBuilder
 def teacher_builder(config: TrainArguments) -> StageBuilder:
     """Return what builds the stages of the teacher, whose architecture its config.json names."""
     run, path = config.run, config.run.teacher.path
+    assert path is not None
     key = family_key(path, trust_remote_code=run.trust_remote_code)
-    options = {"dtype": dtype_of(run), "device": run.device, **attention_arguments(run)}
+    options: dict[str, Any] = {
+        "dtype": dtype_of(run),
+        "device": run.device,
+        **attention_arguments(run),
+    }
     options["processor_path"] = run.processor_path or run.model_path or run.config_path
     return StageBuilder(
         chosen_part("train_model", key),

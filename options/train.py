@@ -565,8 +565,9 @@ def check_rollouts(run: Any, parts: Any) -> None:
 
 
 # options of drawing answers that distillation takes
-OF_OWN_ANSWERS = ("max_completion_length", "sampling_temperature", "stop_strings")
-OF_OWN_ANSWERS += ("prompts_together",)
+OF_OWN_ANSWERS = frozenset(
+    "max_completion_length sampling_temperature stop_strings prompts_together".split()
+)
 
 
 def check_teacher(run: Any, parts: Any) -> None:
@@ -586,7 +587,7 @@ def check_teacher(run: Any, parts: Any) -> None:
         raise OptionError("--teacher.table has only training rows. Add --eval-samples 0.")
     if not own.lmbda:
         return
-    others = set(given_options(run.rollouts)) - set(OF_OWN_ANSWERS)
+    others = set(given_options(run.rollouts)) - OF_OWN_ANSWERS
     excluded = {
         "--engine streaming": parts["engine"].key == "streaming",
         "--vision-stages": run.vision_stages > 0,

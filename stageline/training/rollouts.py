@@ -533,7 +533,10 @@ class Rollouts:
                 asked += [self._text(prompt)] * len(group)
                 said += [answer.text for answer in group]
                 for answer in group:
-                    facts = {"num_tokens": answer.num_tokens, "is_cut": answer.is_cut}
+                    facts: dict[str, Any] = {
+                        "num_tokens": answer.num_tokens,
+                        "is_cut": answer.is_cut,
+                    }
                     if self.episodes is not None:
                         facts |= {"environment_reward": answer.reward, "turns": answer.turns}
                     samples.append({**prompt.sample, **facts, "images": prompt.images})

@@ -156,10 +156,9 @@ class Episodes:
             for one, [completion] in zip(going, found, strict=False):
                 self._step(one, completion, sampling.max_new_tokens)
         answers = [one.answer for one in episodes]
-        for one in answers:  # context behind the last completion serves none
-            while not one.is_own[-1]:
-                for values in (one.token_ids, one.log_probs, one.is_own):
-                    values.pop()
+        for answer in answers:  # context behind the last completion serves none
+            while answer.is_own and not answer.is_own[-1]:
+                del answer.token_ids[-1], answer.log_probs[-1], answer.is_own[-1]
         return [answers[p : p + copies] for p in range(0, len(answers), copies)]
 
     def _step(self, episode: _Episode, completion: SampledAnswer, most: int) -> None:
@@ -190,7 +189,7 @@ class Episodes:
         answer.turns.append("".join(str(one["content"]) for one in messages))
         answer.token_ids += ids
         answer.log_probs += [0.0] * len(ids)
-        answer.is_own += [False] * len(ids)
+        answer.is_own = [*answer.is_own, *[False] * len(ids)]
         if len(answer.token_ids) >= most:
             answer.is_cut = episode.is_over = True
 
