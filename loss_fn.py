@@ -3,6 +3,7 @@
 A loss may also return named figures that are logged. The sim_fn parts say how much alike two
 batches of vectors are, for a loss that asks for one. The reward parts say how good answers are,
 for a loss over what the model answers: (prompts, completions, samples) -> a number or None each.
+The environment parts answer a model's turns.
 
 Shapes: B rows, T tokens, V vocabulary; P = B / 2 pairs; G groups of K rows: anchor, positive,
 negatives. Logits are [B, T, V]; labels [B, T], aligned with the token ids, -100 where unsupervised.
@@ -17,7 +18,12 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
-from register import loss_fn_register, reward_register, sim_fn_register
+from register import (
+    environment_register,
+    loss_fn_register,
+    reward_register,
+    sim_fn_register,
+)
 from stageline.device import sent
 from stageline.errors import DataError, UserError
 from stageline.modules import policy_loss
@@ -43,6 +49,7 @@ from stageline.modules.losses import (
 )
 from stageline.tasks import rewards
 from stageline.tasks.answer_text import contains_words, normalize
+from stageline.tasks.calculator import calculated
 
 Figures = dict[str, torch.Tensor]
 Texts = Sequence[str]
@@ -719,6 +726,43 @@ def grpo(
 def exact_answer(prompts: Texts, completions: Texts, samples: Samples) -> Rewards:
     """1 for exactly the right answer, read from an <answer> tag or after the thoughts."""
     return [float(rewards.is_answer(*one)) for one in zip(completions, samples, strict=True)]
+
+
+@reward_register("environment", takes_lots=True)
+def environment(prompts: Texts, completions: Texts, samples: Samples) -> Rewards:
+    """The sum of what the environment gave in the turns of an answer (--environment)."""
+    return [sample.get("environment_reward") for sample in samples]
+
+
+@environment_register("calculator")
+class Calculator:
+    """A calculator that the model calls as <calc>2*(3+4)</calc>; the next turn begins with 14.
+
+    A completion without a call is the answer: its reward is 1 where its last number is right.
+
+    Args:
+        start: text before an expression.
+        end: text behind it; the end of the completion does as well.
+        role: role of the result, in a chat template.
+    """
+
+    def __init__(self, *, start: str = "<calc>", end: str = "</calc>", role: str = "tool") -> None:
+        self.start, self.end, self.role = start, end, role
+
+    def reset(self, sample: dict[str, Any]) -> list[dict[str, str]]:
+        self.sample = sample
+        return []
+
+    def step(self, completion: str) -> tuple[list[dict[str, str]], float, bool]:
+        _, is_call, text = completion.rpartition(self.start)
+        if not is_call:
+            near = rewards.is_near(completion, self.sample, tolerance=0.0, is_relative=False)
+            return [], float(bool(near)), True
+        try:
+            value = calculated(text.partition(self.end)[0])
+        except DataError:
+            value = "error"
+        return [{"role": self.role, "content": value}], 0.0, False
 
 
 @reward_register("contains", takes_lots=True)

@@ -61,7 +61,7 @@ TRAIN_KEYS: dict[str, str | None] = {
     "engine": "pipeline",
 }
 # registry -> the registry whose component takes it as an argument, and without which it is unused
-OWNED_KEYS = {"sim_fn": "loss_fn", "reward": "loss_fn"}
+OWNED_KEYS = {"sim_fn": "loss_fn", "reward": "loss_fn", "environment": "loss_fn"}
 EVALUATE_KEYS: dict[str, str | None] = dict.fromkeys(
     ("model", "builder", "dataset", "prompt", "prompt_fn", "image_token", "metric")
 )
@@ -414,8 +414,9 @@ def _owned_keys(options: Mapping[str, Given], chosen: Mapping[str, str]) -> dict
         if key is None:
             continue
         has = takes(ALL_REGISTERS[owner][key], name)
-        if name == "reward" and ALL_REGISTERS[owner].entry(key).facts.samples_answers:
-            has = "needs"  # the run calls it, before the loss
+        is_own = name in ("reward", "environment")  # the run calls them, before the loss
+        if is_own and ALL_REGISTERS[owner].entry(key).facts.samples_answers:
+            has = "needs" if name == "reward" else "may have"
         if has == "needs" or (has == "may have" and name in options):
             found[name] = None
         elif name in options:

@@ -369,6 +369,11 @@ reward_register = Register(
     facts=RewardFacts,
     takes_several=True,
 )
+environment_register = Register(
+    "environment",
+    "answers a model's turns: reset(sample), step(completion) -> messages, reward, done",
+    "part(**own), with reset(sample) -> messages and step(completion) -> (messages, reward, done)",
+)
 metric_register = Register(
     "metric", "scores of predictions against their samples", "part(predictions, samples, **own)"
 )

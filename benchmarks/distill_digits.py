@@ -5,13 +5,16 @@
     python benchmarks/distill_digits.py --teacher runs/digits-example/checkpoints/step-00000300
 
 The student has two decoder layers and random weights. Rows, order, start and steps of a seed are
-the same in each arm. An answer is a digit and the end token, so the share of right digits is twice
-the token accuracy less one (the end is always predicted after the first evaluation).
+the same in each arm: all training rows, or the same with a wrong digit as the answer of 30 % of
+them. An answer is a digit and the end token, so the share of right held-out digits is twice the
+token accuracy less one (the end is always predicted after the first evaluation).
 """
 
 import argparse
 import json
 import os
+import random
+import re
 import resource
 import statistics
 import subprocess
@@ -19,18 +22,42 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-KL = ["--loss-fn", "distill", "--loss-fn.beta"]
+sys.path.insert(0, str(ROOT))
+from register import dataset_register  # noqa: E402
+from stageline.tasks.digits import Digits  # noqa: E402
+
+DISTILL = ["--loss-fn", "distill", "--loss-fn.beta", "0"]
+NOISY = ["--import", __file__, "--dataset", "noisy_digits"]
 ARMS = {
-    "sft": ["--loss-fn", "sft"],
-    "forward KL": [*KL, "0"],
-    "forward KL, T 4": [*KL, "0", "--loss-fn.temperature", "4"],
-    "reverse KL": [*KL, "1"],
+    "SFT": [],
+    "forward KL": DISTILL,
+    "SFT, 30 % wrong": NOISY,
+    "forward KL, 30 % wrong": [*DISTILL, *NOISY],
 }
+
+
+@dataset_register("noisy_digits")
+class NoisyDigits(Digits):
+    """Digits whose training rows have a wrong answer in 30 % of the cases."""
+
+    def __init__(self, *, dataset_path: str | None = None, split: str = "train") -> None:
+        super().__init__(split=split)
+        self.is_noisy = split == "train"
+
+    def __getitem__(self, index: int):
+        images, sample = super().__getitem__(index)
+        draw = random.Random(index)
+        if self.is_noisy and draw.random() < 0.3:
+            digit = (int(sample["answer"]) + draw.randint(1, 9)) % 10
+            sample = {**sample, "answer": str(digit)}
+        return images, sample
+
+    def fingerprint(self) -> str:
+        return f"noisy {super().fingerprint()}"
 
 
 def write_student(folder: Path) -> None:
     """Write the configuration of the digits model with two decoder layers."""
-    sys.path.insert(0, str(ROOT))
     from scripts.make_digits_model import make_config, make_processor, make_tokenizer
     from stageline.data.text.processor import save_processor
 
@@ -44,8 +71,8 @@ def write_student(folder: Path) -> None:
 
 def train(arm: str, seed: int, given: argparse.Namespace) -> dict[int, float]:
     """Run one arm; return evaluated step -> share of right held-out digits."""
-    folder = given.output / f"{arm.replace(' ', '-').replace(',', '')}-{seed}"
-    teacher = [] if arm == "sft" else ["--teacher.path", str(given.teacher)]
+    folder = given.output / "-".join([*re.findall(r"\w+", arm), str(seed)])
+    teacher = [] if "distill" not in ARMS[arm] else ["--teacher.path", str(given.teacher)]
     command = [
         *(
             sys.executable,
@@ -74,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--teacher", type=Path, required=True)
     parser.add_argument("--output", type=Path, default=ROOT / "runs/distill-digits")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=105)
     parser.add_argument("--every", type=int, default=15)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))

@@ -57,6 +57,7 @@ from stageline.model_folder import files_fingerprint, load_config
 from stageline.modules.new_rows import NewRows, vocab_size_of
 from stageline.pipeline.schedules import Schedule
 from stageline.training.distillation import check_vocabulary_sizes
+from stageline.training.turns import OpenedRows
 
 
 def mixture_of(run: RunConfig, part: ChosenPart) -> dict[str, Any]:
@@ -137,6 +138,9 @@ class Data:
             self.test = make(split="test") if run.eval_samples else None
         if self.test is not None and run.eval_samples != "all":
             self.test = some_rows(self.test, run.eval_samples)
+        if (environment := parts.get("environment")) is not None:
+            self.train = OpenedRows(self.train, environment.bound)
+            self.test = None if self.test is None else OpenedRows(self.test, environment.bound)
         collate = parts["collate_fn"]
         self.texts = texts_of(parts)
         multiple = run.rows.pad_to_multiple_of

@@ -40,6 +40,7 @@ from options.train import RunConfig, attention_arguments, check_attention_device
 from parse_args import TrainArguments, save_config
 from stageline.checkpoint.resume import ResumePoint, check_same_run
 from stageline.contracts import call, check_call
+from stageline.data.batches.batch import render_sample
 from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
 from stageline.data.batches.prompts import encode_question, prompt_of
@@ -101,6 +102,7 @@ from stageline.training.rollouts import (
     batches_of,
 )
 from stageline.training.trainer import TrainerConfig
+from stageline.training.turns import Episodes, MessageTokens
 from stageline.verify.names import check_filled_stages
 
 MOST_TRIED = 32  # rows that rewards are tried on
@@ -126,8 +128,13 @@ def stage_builder(config: TrainArguments, *, images: Any = None) -> StageBuilder
 def teacher_builder(config: TrainArguments) -> StageBuilder:
     """Return what builds the stages of the teacher, whose architecture its config.json names."""
     run, path = config.run, config.run.teacher.path
+    assert path is not None
     key = family_key(path, trust_remote_code=run.trust_remote_code)
-    options = {"dtype": dtype_of(run), "device": run.device, **attention_arguments(run)}
+    options: dict[str, Any] = {
+        "dtype": dtype_of(run),
+        "device": run.device,
+        **attention_arguments(run),
+    }
     options["processor_path"] = run.processor_path or run.model_path or run.config_path
     return StageBuilder(
         chosen_part("train_model", key),
@@ -204,7 +211,7 @@ def make_loss(config: TrainArguments, model: Stage) -> LossPart:
         kind = LossByToken if facts.reads_by_token else ChunkedLoss
         return loss.over(kind(loss.loss_fn, whole=model.whole, chunk=chunk))
     if chunk:
-        setattr(model, "logits_chunk", 0)
+        model.logits_chunk = 0
     return loss
 
 
@@ -506,8 +513,17 @@ class TrainingParts:
             is_sorted=run.rows.order == "sorted",
             row_capacity=run.max_token_num if run.packing else None,
         )
+        answers, environment = self._stage_answers(context, runner), None
+        if (chosen := self.config.parts.get("environment")) is not None:
+            environment = Episodes(
+                answers,
+                chosen.bound,
+                message_tokens(data, answers.groups.stop_ids),
+                shared=answers.shared,
+                max_turns=run.rollouts.max_turns,
+            )
         rollouts = Rollouts(
-            self._stage_answers(context, runner),
+            answers,
             make_rewards(self.config),
             options,
             prompts=prompts,
@@ -519,6 +535,7 @@ class TrainingParts:
             saved=facts,
             start_stage=start_stage,
             on_samples=samples,
+            episodes=environment,
         )
         held_out = None
         if data.test is not None:
@@ -777,6 +794,24 @@ def make_rewards(config: TrainArguments) -> Rewards:
         for one, weight in zip(chosen, weights, strict=True)
     ]
     return Rewards(parts, timeout=run.rollouts.reward_timeout)
+
+
+def message_tokens(data: Data, end_ids: Sequence[int]) -> MessageTokens:
+    """Return what makes tokens of an environment's messages, by the template of the run."""
+    tokenizer = get_tokenizer(data.processor)
+
+    def render(messages: Sequence[Mapping[str, Any]]) -> str:
+        sample = {"messages": list(messages)}
+        rendered = render_sample(
+            None, sample, processor=data.processor, for_generation=True, **data.texts
+        )
+        return rendered.text
+
+    images, sample = read_row(data.train, 0)
+    first = render_sample(
+        images, sample, processor=data.processor, for_generation=True, **data.texts
+    )
+    return MessageTokens(tokenizer, render if first.is_chat else None, end_ids)
 
 
 def check_rewards(config: TrainArguments, data: Data) -> None:

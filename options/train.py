@@ -110,6 +110,7 @@ class RolloutOptions(Options):
     drop_equal_groups: bool = option(False, "leave groups with equal rewards out of the loss")
     prompts_together: int = option(8, "prompts that are answered together (changes rounding)", ge=1)
     ahead: int = option(0, "steps that answers are sampled ahead (0 or 1)", ge=0, le=1)
+    max_turns: int = option(8, "most completions of an answer", ge=1, needs=("--environment KEY",))
     keep_samples: int = free_option(1, "steps between entries in samples.jsonl (0 = none)", ge=0)
 
 
@@ -553,6 +554,8 @@ def check_rollouts(run: Any, parts: Any) -> None:
             raise OptionError(f"{given[0]} requires --loss-fn grpo. Add it or drop {given[0]}.")
         return
     size, count = own.group_size, run.batch_size * run.accumulate_steps
+    if own.ahead and "environment" in parts:
+        raise OptionError("--environment does not go with --rollouts.ahead. Drop one of them.")
     weights, num_rewards = own.reward_weights, len(parts["reward"].part)
     refuse(
         {
@@ -591,8 +594,9 @@ def check_rollouts(run: Any, parts: Any) -> None:
 
 
 # options of drawing answers that distillation takes
-OF_OWN_ANSWERS = ("max_completion_length", "sampling_temperature", "stop_strings")
-OF_OWN_ANSWERS += ("prompts_together",)
+OF_OWN_ANSWERS = frozenset(
+    "max_completion_length sampling_temperature stop_strings prompts_together".split()
+)
 
 
 def check_teacher(run: Any, parts: Any) -> None:
@@ -612,7 +616,7 @@ def check_teacher(run: Any, parts: Any) -> None:
         raise OptionError("--teacher.table has only training rows. Add --eval-samples 0.")
     if not own.lmbda:
         return
-    others = set(given_options(run.rollouts)) - set(OF_OWN_ANSWERS)
+    others = set(given_options(run.rollouts)) - OF_OWN_ANSWERS
     excluded = {
         "--engine streaming": parts["engine"].key == "streaming",
         "--vision-stages": run.vision_stages > 0,

@@ -73,6 +73,7 @@ from stageline.training.rewards import (
     weighted,
 )
 from stageline.training.step import StepProgress, StepResult
+from stageline.training.turns import Episodes
 
 PromptRow = tuple[int | None, int, EncodedSample]  # row of the dataset, place in the step, prompt
 
@@ -306,7 +307,8 @@ class AnswerRow:
         if first is not None:
             replaced = (num_prompt + first, ids[first])
             ids = [*ids[:first], next(iter(prompt.whole[0].input_ids[-1:]))]
-        return cls(row, answered(prompt, ids), answer, num_prompt, replaced)
+        is_own = answer.is_own and answer.is_own[: len(ids)]
+        return cls(row, answered(prompt, ids, is_own), answer, num_prompt, replaced)
 
     def predicted(self, start: int) -> slice:
         """Return the places that predict the answer, of a prompt that begins at `start`."""
@@ -407,6 +409,7 @@ class Rollouts:
         start_step, end_step: optimizer steps done, and after which no answers are wanted.
         saved: facts of the checkpoint that the run continues.
         start_stage: builds a stage of the start model again; needed after `start_step`.
+        episodes: draws answers of several turns; None: an answer is one completion.
         on_samples: gets the answers of a step on the main rank: (step, records).
 
     Attributes:
@@ -433,7 +436,9 @@ class Rollouts:
         saved: Mapping[str, Any],
         start_stage: StartStage | None = None,
         on_samples: Callable[[int, list[dict[str, Any]]], None] | None = None,
+        episodes: Episodes | None = None,
     ) -> None:
+        self.episodes = episodes
         self.answers, self.rewards, self.options = answers, rewards, options
         self.runner = answers.runner
         self.prompts, self.collate, self.facts = prompts, collate, facts
@@ -560,7 +565,11 @@ class Rollouts:
         """Draw answers, on all ranks of the pipeline; the first one judges meanwhile."""
         began = time.perf_counter()
         judging, judge = self._begin_to_judge(prompts)
-        found = self.answers(prompts, seeds, sampling, lot_size=lot_size, on_lot=judge)
+        if self.episodes is not None:
+            found = self.episodes(prompts, seeds, sampling, lot_size=lot_size)
+            judge(0, found)
+        else:
+            found = self.answers(prompts, seeds, sampling, lot_size=lot_size, on_lot=judge)
         if judging is not None:
             judging.end()
         answers, seconds = self.answers.shared((found, time.perf_counter() - began))
@@ -577,7 +586,12 @@ class Rollouts:
                 asked += [self._text(prompt)] * len(group)
                 said += [answer.text for answer in group]
                 for answer in group:
-                    facts = {"num_tokens": len(answer.token_ids), "is_cut": answer.is_cut}
+                    facts: dict[str, Any] = {
+                        "num_tokens": answer.num_tokens,
+                        "is_cut": answer.is_cut,
+                    }
+                    if self.episodes is not None:
+                        facts |= {"environment_reward": answer.reward, "turns": answer.turns}
                     samples.append({**prompt.sample, **facts, "images": prompt.images})
             if judging is not None:
                 judging.add(asked, said, samples)
@@ -640,7 +654,7 @@ class Rollouts:
         self, drawn: Drawn, num_late: int, all_RPG: torch.Tensor, total_PG: torch.Tensor
     ) -> dict[str, float]:
         """Return the figures of the answers of all replicas."""
-        lengths = [len(one.answer.token_ids) for one in drawn.made]
+        lengths = [one.answer.num_tokens for one in drawn.made]
         num_cut = sum(one.answer.is_cut for one in drawn.made)
         told = self.replicas.gather((lengths, num_cut, num_late))
         lengths = [length for own, *_ in told for length in own]
@@ -676,8 +690,9 @@ class Rollouts:
                 "reward": _plain(total),
                 "advantage": one.advantage,
                 "rewards": dict(zip(keys, map(_plain, parts), strict=True)),
-                "num_tokens": len(one.answer.token_ids),
+                "num_tokens": one.answer.num_tokens,
                 "is_cut": one.answer.is_cut,
+                **({"turns": one.answer.turns} if self.episodes is not None else {}),
             }
             for one, (total, parts) in zip(drawn.made, rewards, strict=True)
         ]
@@ -767,7 +782,7 @@ class Rollouts:
                 continue
             answers, judging = self._answers_to(encoded, [(0,)] * len(encoded), sampling, lot_size)
             sums.append(self._judged(judging, len(encoded))[0][:, :, 0])
-            num_tokens += sum(len(one.token_ids) for group in answers for one in group)
+            num_tokens += sum(one.num_tokens for group in answers for one in group)
         own = torch.cat(sums, dim=1) if sums else torch.empty(len(self.rewards.parts), 0)
         told = self.replicas.gather((own, num_tokens))
         all_RN = torch.cat([values.double() for values, _ in told], dim=1)

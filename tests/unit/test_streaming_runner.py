@@ -18,6 +18,7 @@ from options.train import RunConfig
 from pp_models import CausalLMStage, stage_class_of
 from prompt_fn import auto, fill
 from stageline.checkpoint.load import load_split_model
+from stageline.errors import UserError
 from stageline.modules.chunked_loss import LossByToken
 from stageline.modules.quantised import Quantization, _stored, base_bytes, quantise_layers
 from stageline.pipeline.runner import PipelineRunner
@@ -132,7 +133,7 @@ CASES = {
     "lora": ("llama", {}, LORA),
     "recomputed": ("llama", {}, {"recomputes": True, "chunk": 3}),
     "nf4": ("llama", {}, {**LORA, "quantization": Quantization("nf4"), "chunk": 3}),
-    "nf4 double": ("mixtral", {}, {**LORA, "quantization": Quantization("nf4", double=True)}),
+    "nf4 double": ("llama", {}, {**LORA, "quantization": Quantization("nf4", double=True)}),
     "int8": ("llama", {}, {**LORA, "quantization": Quantization("int8")}),
     "experts": ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.5}, {}),
     "deepstack": ("qwen3_vl", {}, {}),
@@ -152,6 +153,13 @@ def test_equals_the_pipeline_to_the_bit(case, tmp_path):
         assert torch.equal(made[2][name], weight), name
     losses = [loss for loss, *_ in made[0]]
     assert len(set(losses)) == len(losses), "nothing was learnt"
+
+
+def test_few_bit_experts_are_refused(tmp_path):
+    save_whole("mixtral", tmp_path)
+    models = stages_of("mixtral", tmp_path, **LORA, quantization=Quantization("nf4"))
+    with pytest.raises(UserError, match="fused experts"):
+        streamed(models)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

@@ -46,9 +46,11 @@ def encode_question(
     return EncodedSample(images, sample, [row], len(row), [row])
 
 
-def with_answer(prompt: Encoded, answer: Sequence[int]) -> Encoded:
-    """Return the row of a prompt and its answer, which is in the loss."""
-    is_target = [False] * len(prompt) + [True] * len(answer)
+def with_answer(
+    prompt: Encoded, answer: Sequence[int], is_own: Sequence[bool] | None = None
+) -> Encoded:
+    """Return the row of a prompt and its answer, which is in the loss; of several turns its own."""
+    is_target = [False] * len(prompt) + list(is_own or [True] * len(answer))
     ids = [*prompt.input_ids, *answer]
     return Encoded(ids, is_target=is_target, is_cuttable=[False] * len(ids))
 
@@ -62,9 +64,11 @@ def prompt_of(encoded: EncodedSample) -> Encoded:
     return Encoded(row.input_ids[:length], [False] * length, [False] * length)
 
 
-def answered(encoded: EncodedSample, answer: Sequence[int]) -> EncodedSample:
+def answered(
+    encoded: EncodedSample, answer: Sequence[int], is_own: Sequence[bool] | None = None
+) -> EncodedSample:
     """Return the sample with an answer in the place of the stand-in."""
-    row = with_answer(prompt_of(encoded), answer)
+    row = with_answer(prompt_of(encoded), answer, is_own)
     return replace(encoded, rows=[row], length=len(row), whole=[row])
 
 

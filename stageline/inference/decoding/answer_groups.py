@@ -53,12 +53,23 @@ class SampledAnswer:
         log_probs: of each of them, of the distribution that it was drawn from.
         text: without what ended it.
         is_cut: nothing ended it: there was no room for more.
+        is_own: of several turns: whether the model drew a token, or it is an environment's, whose
+            log-probability is 0; `text` is of the last turn.
+        turns, reward: texts of both sides, and the environment's reward.
     """
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     text: str = ""
     is_cut: bool = False
+    is_own: list[bool] | None = None
+    turns: list[str] = field(default_factory=list)
+    reward: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Return how many tokens the model drew."""
+        return len(self.token_ids) if self.is_own is None else sum(self.is_own)
 
 
 @dataclass(eq=False)
