@@ -20,6 +20,7 @@ import torch
 import tqdm
 
 import commands  # noqa: F401 - which tells errors how options are spelled
+from stageline import progress
 from tests.helpers.registers import restored_registers
 
 torch.set_num_threads(1)
@@ -101,8 +102,10 @@ def _clean_state():
     """Restores registers, default dtype and seeds after each test."""
     dtype = torch.get_default_dtype()
     torch.manual_seed(0)
+    place = progress._place
     with restored_registers():
         yield
+    progress._place = place
     torch.set_default_dtype(dtype)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

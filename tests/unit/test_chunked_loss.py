@@ -26,7 +26,7 @@ from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, VOCAB_SIZE, tiny_config
 
 FAMILIES = DECODERS + VISION_LANGUAGE
-# heads under each of the names, a cap of logits, and models with the head next to the language model
+# heads under each of the names, a cap of logits, heads next to the language model
 TIED = ("llama", "gpt2", "gpt_neox", "gemma2", "gemma3_vl", "qwen2_vl", "internvl")
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6}
 LENGTH = 14
