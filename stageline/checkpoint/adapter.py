@@ -204,7 +204,7 @@ def _weights_of_experts(
     nested: dict[str, list[str]] = {}
     for path in paths if targets else ():
         nested.setdefault(path.replace(NESTED, ""), []).append(path)
-    found = {}
+    found: dict[str, str] = {}
     owners: dict[str, list[str]] = {}
     for name in names:
         owners.setdefault(name.rpartition(".")[0], []).append(name)

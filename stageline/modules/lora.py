@@ -138,7 +138,7 @@ class ExpertsLoRA(LoRAWrapper):
             layers[leaf] = layer = ExpertLoRALayer(
                 weight,
                 rank=rank,
-                is_transposed=getattr(experts, "is_transposed", False),  # as peft asks
+                is_transposed=getattr(experts, "is_transposed", False),  # peft reads it too
                 scale=alpha / rank**0.5 if use_rslora else alpha / rank,
                 device=weight.device,
                 dtype=dtype or (weight.dtype if weight.is_floating_point() else None),

@@ -114,7 +114,7 @@ def find_targets(
     for part, one in lora.items():
         if not one.num:
             continue
-        here = [
+        here: list[tuple[nn.Module, dict[str, Any]]] = [
             (module, {"prefix": prefix, "skip": [*skip, *kept]})
             for prefix, skip in _prefixes(part, parts)
             if (module := _module_at(whole, prefix)) is not None

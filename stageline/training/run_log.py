@@ -446,8 +446,8 @@ def show_stages(models: Sequence[Stage], *, group: dist.ProcessGroup | None) -> 
     trained = human_count(sum(count for count, is_trained in counts.values() if is_trained))
     total = human_count(sum(count for count, _ in counts.values()))
     of_experts = {name: own[0] for name, own in counts.items() if own[1] and is_expert_lora(name)}
-    size, number = human_count(sum(of_experts.values())), len(of_experts) // 2
-    told = f" ({size} on {number} fused weights of experts)" if of_experts else ""
+    adapted, num_fused = human_count(sum(of_experts.values())), len(of_experts) // 2
+    told = f" ({adapted} on {num_fused} fused weights of experts)" if of_experts else ""
     stages_told = f"in {len(stages)} stages"
     terminal.say(f"model        {total} parameters, {trained} trainable{told}, {stages_told}")
     for stage, layers, size, own_counts, _ in stages:
