@@ -91,8 +91,8 @@ def distill(
 ) -> torch.Tensor:
     """Divergence from a teacher at each supervised token, divided by their number in the batch.
 
-    The generalised Jensen-Shannon divergence of Agarwal et al. 2024 (GKD), named as in trl. Of a
-    teacher that gives only its likeliest tokens, all others are lumped into one.
+    The generalised Jensen-Shannon divergence of Agarwal et al. 2024 (GKD), named as in trl. Where a
+    teacher gives only its likeliest tokens, all others are lumped into one.
 
     Args:
         beta: divergence: 1 = reverse KL, KL(model || teacher), 0 = forward KL, in between = of both

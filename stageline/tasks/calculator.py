@@ -39,4 +39,4 @@ def _value(node: ast.expr) -> Fraction:
         return -_value(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
-    raise ValueError(f"{type(node).__name__} is no number and none of + - * /")
+    raise ValueError(f"{type(node).__name__} is not a number, nor one of + - * /")

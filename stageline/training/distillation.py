@@ -282,7 +282,7 @@ class OwnAnswers:
             for batch in batches:
                 name = numbers_of(batch)
                 batch[name] = numbers[batch[name]]
-                if name == "loss_rows":  # of rows that only fill up
+                if name == "loss_rows":  # some rows only fill up
                     batch["labels"] = batch["labels"].masked_fill(batch[name][:, None] < 0, IGNORE)
             yield batches
 
