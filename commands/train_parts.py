@@ -211,7 +211,7 @@ def make_loss(config: TrainArguments, model: Stage) -> LossPart:
         kind = LossByToken if facts.reads_by_token else ChunkedLoss
         return loss.over(kind(loss.loss_fn, whole=model.whole, chunk=chunk))
     if chunk:
-        model.logits_chunk = 0
+        vars(model)["logits_chunk"] = 0
     return loss
 
 

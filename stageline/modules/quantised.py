@@ -231,7 +231,7 @@ def placed(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
         weight = torch.Tensor._make_subclass(type(value), there, False)
         weight.__dict__.update({name: placed(own, tensors) for name, own in vars(value).items()})
         if getattr(value, "CB", None) is not None:
-            weight.CB = there
+            weight.__dict__["CB"] = there
         return weight
     if not type(value).__module__.startswith("bitsandbytes.") or isinstance(value, nn.Module):
         return value
