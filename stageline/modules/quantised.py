@@ -190,7 +190,7 @@ def make_scales_parameters(
 ) -> list[nn.Parameter]:
     """Make the tensors that bitsandbytes keeps next to its packed weights parameters, in place.
 
-    They are scales and code books. So whoever moves parameters moves them too; no module has them.
+    These scales and code books then move with the other parameters; no module registers them.
 
     Args:
         codes: code books by their contents, which layers then share.

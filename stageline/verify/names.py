@@ -70,7 +70,7 @@ def check_outlines(
             single = ranks.gather(names(0, 1) if ranks.rank == 0 else None)[0]
     _compare(found, single, ranks=ranks, checkpoint=checkpoint)
     is_few_bit = checkpoint is not None and stored_settings(base_of(find_checkpoint(checkpoint)))
-    if checkpoint is not None and has_shapes and not is_few_bit:  # those are packed
+    if checkpoint is not None and has_shapes and not is_few_bit:  # packed weights differ
         _check_shapes(found, checkpoint)
     return True
 

@@ -41,7 +41,7 @@ def family_of(variant):
 
 
 def num_layers(num_ranks):
-    """Return one for each stage of the schedule that has the most on so many ranks."""
+    """Return the number of stages of the longest schedule on these ranks."""
     return 8 if num_ranks == 4 else 6
 
 
