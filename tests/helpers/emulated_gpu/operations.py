@@ -186,7 +186,7 @@ def _line(code: CodeType, offset: int) -> int | None:
 
 @functools.cache
 def _kind(file: str) -> str:
-    """Return the owner of a file: "own" (project), "library", or "" (torch, Python, this folder)."""
+    """Return the owner of a file: "own" (project), "library" or "" (torch, Python, tests)."""
     if "site-packages" in file:
         return "" if "/torch/" in file else "library"
     return "own" if file.startswith(f"{ROOT}/") and not file.startswith(HERE) else ""
