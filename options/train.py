@@ -554,6 +554,8 @@ def check_rollouts(run: Any, parts: Any) -> None:
             raise OptionError(f"{given[0]} requires --loss-fn grpo. Add it or drop {given[0]}.")
         return
     size, count = own.group_size, run.batch_size * run.accumulate_steps
+    if "environment" not in parts and "environment" in [one.key for one in parts["reward"].part]:
+        raise OptionError("--reward environment requires --environment. Add --environment KEY.")
     if own.ahead and "environment" in parts:
         raise OptionError("--environment does not go with --rollouts.ahead. Drop one of them.")
     weights, num_rewards = own.reward_weights, len(parts["reward"].part)

@@ -159,12 +159,12 @@ def test_i05_a_broken_file_is_named(name, folder):
 @pytest.mark.parametrize("way", ["builder", "export", "stage"])
 @pytest.mark.parametrize(
     "values",
-    [{"hidden_act": "sluu"}, {"quantization_config": {"quant_method": "gptq", "bits": 4}}],
-    ids=["activation", "gptq"],
+    [{"hidden_act": "sluu"}, {"quantization_config": {"quant_method": "hqq"}}],
+    ids=["activation", "hqq"],
 )
 def test_i05_a_config_of_which_no_model_is_built_is_no_crash(values, way, folder):
     edit(folder / "config.json", lambda config: config.update(values))
-    with pytest.raises(UserError, match="sluu|gptq|GPTQ"):
+    with pytest.raises(UserError, match="sluu|hqq|HQQ"):
         everything(folder)[way]()
 
 
