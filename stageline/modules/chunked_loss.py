@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from stageline.errors import UserError
-from stageline.modules.lora_layer import linear_sizes
 from stageline.modules.recompute import RandomState
 
 if TYPE_CHECKING:
@@ -249,6 +248,9 @@ def head_of(whole: "PreTrainedModel | None") -> Head:
 @torch.no_grad()
 def runs_alone(whole: "PreTrainedModel | None", *, dtype: torch.dtype) -> bool:
     """Whether a model's head gives for a few hidden states what it gives for them among others."""
+    # imported here: it needs transformers, which help and errors of options do without
+    from stageline.modules.lora_layer import linear_sizes
+
     try:
         weight = next(head_of(whole).parameters())
         sizes = linear_sizes(cast(Any, whole).get_output_embeddings())

@@ -347,9 +347,11 @@ class RunLog:
 
         tokenizer = getattr(processor, "tokenizer", processor)
         columns: list[tuple[Any, str, bool | None, str]] = []
-        guesses = [tokenizer.decode(ids, skip_special_tokens=True) for ids in result.predicted]
-        for index, text in enumerate((result.completions or guesses)[: self.num_pictures]):
-            if result.completions or text:  # else dropped, or another replica's
+        texts: list[str | None] = [*result.completions[: self.num_pictures]]
+        for ids in () if texts else result.predicted:
+            texts.append(tokenizer.decode(ids, skip_special_tokens=True) if ids else None)
+        for index, text in enumerate(texts):
+            if text is not None:  # else dropped, or another replica's
                 pictures, sample = dataset[index]
                 text = text.strip()
                 picture, question, answer = pictured(sample, pictures)

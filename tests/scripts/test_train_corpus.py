@@ -89,7 +89,7 @@ def test_the_held_out_perplexity_falls(job, whole):
     perplexities = [record["perplexity"] for record in job.records("whole", "eval")]
     assert len(perplexities) == 3
     # by how much depends on the guides, which change
-    assert perplexities[0] > 1.2 * perplexities[1] and perplexities[1] > 1.02 * perplexities[2]
+    assert perplexities[0] > 1.1 * perplexities[1] and perplexities[1] > 1.02 * perplexities[2]
 
 
 def test_killed_and_resumed_to_the_same_bits(job, whole, monkeypatch):
