@@ -32,6 +32,7 @@ def positions(context: DistributedContext, folder: Path) -> None:
     )
     text = f"{context.dp_rank} {context.pp_rank} {pipeline} {stage}"
     (folder / f"position_{context.rank}").write_text(text)
+    dist.barrier()  # the first rank has the store, in which others may still meet
 
 
 def raise_on_1(context: DistributedContext, folder: Path) -> None:
