@@ -70,6 +70,7 @@ MODELS = {
     **{"Qwen/Qwen2.5-VL-7B-Instruct": "vision", "Qwen/Qwen2.5-32B-Instruct": ".cache/smollm2"},
     **{"Qwen/Qwen2.5-14B-Instruct@main": ".cache/smollm2", "org/model": ".cache/smollm2"},
     **{"Qwen/Qwen2.5-7B-Instruct": ".cache/smollm2", "owner/code-lora": "my_a"},
+    **{"openai/gpt-oss-20b": ".cache/smollm2"},
     **{"Qwen/Qwen2.5-0.5B-Instruct": ".cache/smollm2", "my-group/my-lora": "my_a"},
 }
 ADAPTER = "runs/sft-lora-smollm2/checkpoints/best"
@@ -187,12 +188,12 @@ def vision_model(folder):
     save_processor(processor, folder)
 
 
-def text_model(folder):
+def text_model(folder, family="llama", **size):
     tokenizer = tiny_tokenizer(eos_token="<|im_end|>")
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
-    size = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048}
-    config = tiny_config("llama", tied=True, **size)
+    size |= {"vocab_size": len(tokenizer), "max_position_embeddings": 2048}
+    config = tiny_config(family, tied=True, **size)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
@@ -211,6 +212,8 @@ def world(tmp_path_factory):
     for name in ("examples", "scripts", "tools", "docs", "pyproject.toml", "requirements.lock"):
         (folder / name).symlink_to(ROOT / name)
     text_model(folder / ".cache/smollm2")
+    # grouped products in bfloat16 want widths of a multiple of 8
+    text_model(folder / "my_qwen3_moe", "qwen3_moe", hidden_size=32, moe_intermediate_size=16)
     vision_model(folder / "vision")
     runpy.run_path(str(ROOT / "scripts/make_digits_model.py"))["main"](
         str(folder / ".cache/digits-model")
