@@ -268,7 +268,6 @@ class OwnAnswers:
                 [(derive_seed(self.seed, "answer", step, place, 0),) for _, place in chosen],
                 self.sampling,
                 lot_size=self.lot_size,
-                on_lot=lambda first, lot: None,
             )
             texts = [answer.token_ids for [answer] in drawn]
             for (number, _), ids in zip(chosen, self.answers.shared(texts), strict=True):

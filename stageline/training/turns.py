@@ -132,10 +132,8 @@ class Episodes:
 
         `sampling.max_new_tokens` limits a whole answer, with the environment's tokens in it.
         """
-        copies, found = (
-            len(seeds[0]),
-            self.draw(prompts, seeds, sampling, lot_size=lot_size, on_lot=_ignore),
-        )
+        copies = len(seeds[0])
+        found = self.draw(prompts, seeds, sampling, lot_size=lot_size)
         episodes = []
         for prompt, group, own in zip(prompts, found, seeds, strict=False):
             for seed, completion in zip(own, group, strict=True):
@@ -151,7 +149,6 @@ class Episodes:
                 [(derive_seed(one.seed, "turn", turn),) for one in going],
                 sampling,
                 lot_size=lot_size * copies,
-                on_lot=_ignore,
             )
             for one, [completion] in zip(going, found, strict=False):
                 self._step(one, completion, sampling.max_new_tokens)
@@ -192,7 +189,3 @@ class Episodes:
         answer.is_own = [*answer.is_own, *[False] * len(ids)]
         if len(answer.token_ids) >= most:
             answer.is_cut = episode.is_over = True
-
-
-def _ignore(first: int, lot: Sequence[Sequence[SampledAnswer]]) -> None:
-    """Take no lot: answers are whole after their last turn."""

@@ -31,7 +31,7 @@ def episodes_of(said, make=Calculator, render=None, **options):
     """Return what draws these completions, a list a turn, and the prompts of each turn."""
     seen, turns = [], iter(said)
 
-    def draw(prompts, seeds, sampling, *, lot_size, on_lot):
+    def draw(prompts, seeds, sampling, *, lot_size):
         seen.append([one.whole[0].input_ids for one in prompts])
         texts = iter(next(turns))
         return [
