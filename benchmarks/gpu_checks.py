@@ -256,6 +256,8 @@ def runs_on_one_card(machine: Machine) -> Rows:
     """
     from tests.gpu import test_a_runs as runs
     from tests.helpers.small_run import Job
+    from tests.helpers.tiny_checkpoints import tiny_whole
+    from tests.helpers.tiny_models import tiny_tokenizer
 
     os.environ["STAGELINE_PROVE_SPLIT"] = "never"  # it runs on the host; the default job has it
     cases = {name: case for name, case in runs.CASES.items() if case.ranks == 1}
@@ -265,6 +267,12 @@ def runs_on_one_card(machine: Machine) -> Rows:
         zbv = f"{runs.ZBV} --save-steps 1 --eval-samples 4"
         cases["bf16 sdpa zbv"] = runs.Case("--bf16", zbv)
         cases["bf16 compiled layers"] = runs.Case("--bf16 --attention sdpa", "--compile-layers")
+        target = "--lora.target q_proj,experts.gate_up_proj,experts.down_proj"
+        like = f"{runs.LORA} {target}"
+        cases["lora on experts"] = runs.Case(like, runs.ZBV, family="mixtral")
+        cases["bf16 lora on experts"] = runs.Case(f"{runs.BF16} {like}", family="mixtral")
+        scored = "--eval-samples 4 --eval-completions 4 --eval-max-new-tokens 4"
+        cases["held-out answers"] = runs.Case(words=f"{scored} --metric exact_match")
     num_runs = 1 if machine["emulated"] else 6  # at a time
     seconds = 600 if machine["emulated"] else 150
     with tempfile.TemporaryDirectory() as folder:
@@ -274,6 +282,12 @@ def runs_on_one_card(machine: Machine) -> Rows:
             place.mkdir()
             jobs[family] = Job(place, family=family, num_layers=4)
             runs.write_preferences(place)
+        if not machine["emulated"]:
+            teacher = Path(folder, "llama", "teacher")
+            sizes = {"vocab_size": len(tiny_tokenizer()), "num_hidden_layers": 3}
+            tiny_whole("llama", teacher, noise=0.3, **sizes)
+            like = f"--loss-fn distill --teacher.path {teacher}"
+            cases["distill"] = runs.Case(like, runs.ZBV)
         # a run on the CPU stands before the first one that is compared with it
         waiting: list[tuple[str, Job, list]] = []
         reference: dict[str, str] = {}  # case -> name of the run on the CPU
@@ -514,15 +528,25 @@ def _rates() -> Measured:
     return came, None, "-"
 
 
+def see_more_packages() -> None:
+    """Let this process import a peer, or bitsandbytes, of STAGELINE_MORE_PACKAGES."""
+    if folder := os.environ.get("STAGELINE_MORE_PACKAGES"):
+        sys.path.append(folder)
+
+
 def train(machine: Machine, *, setup: Setup, least: int = 0) -> Rows:
     """Steps of a Llama shape: speed, and memory beside the plan."""
     if machine["emulated"]:
-        small = {"size": "tiny", "sequence": 16, "rows": 2, "micro_batches": 2, "steps": 1}
-        setup = replace(setup, **small, profiled=False, compiled=False)
+        size = "tiny-a3b" if setup.size in gpu_training.EXPERTS else "tiny"
+        small = {"size": size, "sequence": 16, "rows": 2, "micro_batches": 2, "steps": 1}
+        setup = replace(setup, **small, profiled=False, compiled=False, quantization="")
+    see_more_packages()
     with distributed_context(num_ranks=1, device="cuda") as context:
         ceiling = gpu_training.matmul_ceiling(context.device, setup.size)
         found = gpu_training.measure(setup, context, ceiling)
     kind = "LoRA" if setup.lora else "all weights"
+    kind += f" on {setup.quantization}" if setup.quantization else ""
+    kind += ", experts one by one" if setup.eager else ""
     shape = f"{setup.rows} x {setup.sequence} tokens{', padded' if setup.padded else ''}"
     shape += ", compiled layers" if setup.compiled else ""
     what = f"{setup.size}, {kind}, bf16, {setup.micro_batches} micro-batches of {shape}"
@@ -554,8 +578,7 @@ def stream(machine: Machine, *, size: str, peers: dict[str, float | None]) -> Ro
 
     from stageline.streaming import host_weights
 
-    if folder := os.environ.get("STAGELINE_MORE_PACKAGES"):
-        sys.path.append(folder)  # a peer may be there
+    see_more_packages()
     budget = int(min(32, machine.get("GiB a card", 8) / 2) * 2**30)
     shape = {"rows": 16, "sequence": 2048, "micro_batches": 4, "steps": 4}
     if machine["emulated"]:
@@ -706,23 +729,24 @@ def timed(way: Callable, ids: torch.Tensor, num_tokens: int) -> tuple[float, flo
 
 
 def cut_logits(machine: Machine) -> Rows:
-    """Head and loss over all tokens at once and in chunks."""
+    """Head and loss over all tokens at once and in chunks, of all tokens and of half of them."""
     import chunked_loss
 
     shape = {"vocabulary": 128256, "tokens": 4096, "hidden": 4096}
     if machine["emulated"]:
         shape = {"vocabulary": 512, "tokens": 64, "hidden": 32}
-    fixed = {"dtype": "bfloat16", "device": "cuda", "repeats": 3, "loss": "sft", "learnt": None}
-    full, cut = (
-        chunked_loss.measure(argparse.Namespace(**shape, **fixed, child=chunk))
-        for chunk in (0, shape["tokens"] // 8)
-    )
-    memory, seconds = (cut[name] / full[name] for name in ("bytes", "seconds"))
-    apart = abs(cut["loss"] / full["loss"] - 1)
-    what = f"--logits-chunk {shape['tokens'] // 8} of {shape['tokens']} tokens"
-    yield row(f"{what}: loss", "as at once, within 1e-3", f"{apart:.0e} apart", apart <= 1e-3)
-    came = f"{memory:.2f} x of {full['bytes'] / 2**30:.2f} GiB in {seconds:.2f} x the time"
-    yield row(f"{what}: memory", "at most 0.75 x", came, judged(machine, memory <= 0.75))
+    fixed = {"dtype": "bfloat16", "device": "cuda", "repeats": 3, "loss": "sft"}
+    for learnt in (None, shape["tokens"] // 2):
+        full, cut = (
+            chunked_loss.measure(argparse.Namespace(**shape, **fixed, learnt=learnt, child=chunk))
+            for chunk in (0, 256)
+        )
+        memory, seconds = (cut[name] / full[name] for name in ("bytes", "seconds"))
+        apart = abs(cut["loss"] / full["loss"] - 1)
+        what = f"--logits-chunk 256, {learnt or shape['tokens']} of {shape['tokens']} tokens learnt"
+        yield row(f"{what}: loss", "as at once, within 1e-3", f"{apart:.0e} apart", apart <= 1e-3)
+        came = f"{memory:.2f} x of {full['bytes'] / 2**30:.2f} GiB in {seconds:.2f} x the time"
+        yield row(f"{what}: memory", "at most 0.75 x", came, judged(machine, memory <= 0.75))
 
 
 def plan(machine: Machine) -> Rows:
@@ -875,6 +899,8 @@ def launched(job: Any) -> Callable[..., Any]:
 
 BUDGET_TEST = "test_the_budget_is_a_share_of_free_memory"  # other processes change what is free
 
+EXPERT_LORA = {"size": "a3b", "sequence": 4096, "rows": 1, "lora": True}
+
 CHECKS = (
     # numbers, side by side
     Check("the host", the_host, 60, beside=True),
@@ -913,6 +939,9 @@ CHECKS = (
     ),
     training("1B LoRA", 60, 25, lora=True),
     Check("chunked loss", cut_logits, 40, 12),
+    training("experts, LoRA", 60, 25, **EXPERT_LORA, profiled=True),
+    training("experts, LoRA on nf4", 90, 30, **EXPERT_LORA, quantization="nf4", profiled=True),
+    training("experts, LoRA, one by one", 60, 25, **EXPERT_LORA, eager=True),
     training("1B, all weights, padded", 60, 28, padded=True),
     training(
         "8B LoRA, compiled layers", 140, 75, promised=NEMO,

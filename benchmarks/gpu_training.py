@@ -33,6 +33,8 @@ from optimizer import adamw
 from pp_models import CausalLMStage
 from stageline.device import settle_allocators
 from stageline.distributed.process_group import distributed_context
+from stageline.modules.methods import Methods
+from stageline.modules.quantised import Quantization, num_weights
 from stageline.modules.recompute import compile_layers
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
@@ -45,8 +47,12 @@ SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
     "1b": (2048, 8192, 16, 32, 8, 32000),
     "7b": (4096, 11008, 32, 32, 32, 32000),
     "8b": (4096, 14336, 32, 32, 8, 128256),  # Llama 3
+    "tiny-a3b": (64, 64, 2, 4, 2, 512),
+    "a3b": (2048, 768, 6, 32, 4, 151936),  # Qwen3-30B-A3B, 6 of its 48 layers
 }
+EXPERTS = {"tiny-a3b": (4, 2, 32), "a3b": (128, 8, 128)}  # experts, of a token, numbers of a head
 LORA = {"llm_lora_num": 1, "lora_rank": 16, "frozen_lm_head": True}
+LORA_ON_EXPERTS = {**LORA, "lora_target": [r".*experts\.[a-z_]*proj", "q_proj", "v_proj"]}
 IGNORED = -100  # the label of padding
 
 
@@ -62,6 +68,8 @@ class Setup:
         shard: replicas share the weights out (FSDP2).
         compiled: torch.compile for each layer.
         profiled: the profiler looks at a step after the timed ones.
+        quantization: nf4 or int8 for the frozen base below LoRA; "": none.
+        eager: experts one after the other, not by grouped products.
     """
 
     size: str = "1b"
@@ -77,12 +85,29 @@ class Setup:
     shard: bool = False
     compiled: bool = False
     profiled: bool = False
+    quantization: str = ""
+    eager: bool = False
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Return the options of a stage that say what trains."""
+        lora = LORA_ON_EXPERTS if self.size in EXPERTS else LORA
+        found: dict[str, object] = dict(lora) if self.lora else {}
+        if self.quantization:
+            found["methods"] = Methods(quantization=Quantization(self.quantization, double=True))
+        return found
 
 
 def config_of(size: str, sequence: int):
     hidden, intermediate, layers, heads, key_value_heads, vocabulary = SHAPES[size]
+    experts = {}
+    if size in EXPERTS:
+        num_experts, chosen, head_dim = EXPERTS[size]
+        experts = {"num_experts": num_experts, "num_experts_per_tok": chosen}
+        experts |= {"moe_intermediate_size": intermediate, "head_dim": head_dim}
     return AutoConfig.for_model(
-        "llama",
+        "qwen3_moe" if experts else "llama",
+        **experts,
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
@@ -100,7 +125,7 @@ def type_of(device: torch.device) -> torch.dtype:
 
 def matmul_ceiling(device: torch.device, size: str) -> float:
     """The device's own operations a second, on the best of a few large square matrices."""
-    sides = (4096, 8192, 12288) if device.type == "cuda" and size != "tiny" else (256,)
+    sides = (4096, 8192, 12288) if device.type == "cuda" and not size.startswith("tiny") else (256,)
     return max(_matmul_speed(side, device, type_of(device)) for side in sides)
 
 
@@ -129,8 +154,14 @@ def operations_per_token(config, num_matrix_weights: int, sequence: int, *, lora
     A recomputed forward pass does not count, nor does a weight gradient that LoRA does not need.
     """
     passes = 2 if lora else 3
-    attention = 2 * 2 * config.num_hidden_layers * config.hidden_size * sequence / 2
+    width = config.num_attention_heads * config.head_dim
+    attention = 2 * 2 * config.num_hidden_layers * width * sequence / 2
     return 2 * passes * num_matrix_weights + 3 * attention
+
+
+def chosen_share(config) -> float:
+    """Return the share of the experts that a token passes."""
+    return getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_experts", 1)
 
 
 def micro_batches(setup: Setup, seed: int = 0):
@@ -157,9 +188,10 @@ def make_optimizer(parameters):
 
 def make_stage(setup: Setup, config, stage: int, num_stages: int, device: torch.device):
     """Return one stage with random weights, in training mode."""
-    dtype, options = type_of(device), LORA if setup.lora else {}
-    made = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=dtype, **options)
+    dtype = type_of(device)
+    made = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=dtype, **setup.options)
     draw(made, device=device, dtype=dtype)
+    made.methods.quantise(made, device=device)
     made.frozen()
     if setup.checkpointing:
         made.enable_gradient_checkpointing()
@@ -170,7 +202,7 @@ def make_stage(setup: Setup, config, stage: int, num_stages: int, device: torch.
 
 def planned_peak(setup: Setup, config, schedule, batch, device: torch.device) -> int:
     """Bytes that the planner expects of the card."""
-    options = {**(LORA if setup.lora else {}), "gradient_checkpointing": setup.checkpointing}
+    options = {**setup.options, "gradient_checkpointing": setup.checkpointing}
     with pieces_of(config, options, type_of(device)) as make:
         expectation = expected(
             make,
@@ -268,6 +300,7 @@ def where_time_goes(train_step, batches, device: torch.device, *, step: int) -> 
 def measure(setup: Setup, context, ceiling: float, *, plans: bool = True) -> dict[str, object]:
     """The figures of one way to train; `plans`: what memory the planner expects, too."""
     device, config = context.device, config_of(setup.size, setup.sequence)
+    config._experts_implementation = "eager" if setup.eager else None
     is_cuda, num_stages = device.type == "cuda", setup.num_stages
     name = "1f1b" if num_stages == 1 else setup.schedule
     schedule = make_schedule(
@@ -283,7 +316,12 @@ def measure(setup: Setup, context, ceiling: float, *, plans: bool = True) -> dic
         torch.cuda.reset_peak_memory_stats(device)
     median, stages, losses, kernels = run(setup, context, config, schedule)
     tokens = context.num_replicas * sum(int(each["attention_mask"].sum()) for each in batches)
-    weights = sum(p.numel() for s in stages for n, p in s.named_parameters() if p.ndim == 2)
+    weights = sum(
+        num_weights(p) * (chosen_share(config) if ".experts." in n else 1)
+        for s in stages
+        for n, p in s.named_parameters()
+        if p.ndim > 1 or num_weights(p) > p.numel()
+    )
     weights -= config.vocab_size * config.hidden_size  # embeddings are looked up, not multiplied
     operations = operations_per_token(config, weights, setup.sequence, lora=setup.lora)
     return {
@@ -315,7 +353,8 @@ def main() -> None:
     parser.add_argument("--stages", default="1,2,4")
     parser.add_argument("--schedule", default="interleaved_1f1b", help="for several stages")
     parser.add_argument("--steps", type=int, default=5)
-    for name in ("lora", "checkpointing", "padded", "shard", "compiled", "profiled"):
+    parser.add_argument("--quantization", choices=("", "nf4", "int8"), default="")
+    for name in ("lora", "checkpointing", "padded", "shard", "compiled", "profiled", "eager"):
         parser.add_argument(f"--{name}", action="store_true")
     options = vars(parser.parse_args())
     stages = [int(count) for count in options.pop("stages").split(",")]

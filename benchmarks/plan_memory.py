@@ -137,9 +137,13 @@ def pieces_of(config, options, dtype):
         def make(*, device, **kwargs):
             kwargs |= {"config_path": folder, "processor_path": None, "checkpoint_path": None}
             kwargs |= {"is_piece": True, "dtype": dtype, "device": "meta"}
-            stage = CausalLMStage.build(**options, **kwargs)[0]
+            stage = CausalLMStage.build(**{**options, "methods": None}, **kwargs)[0]
             if torch.device(device).type != "meta":
                 draw(stage, device=torch.device(device), dtype=dtype)
+            if methods := options.get("methods"):  # of what was drawn
+                stage.methods = methods
+                methods.quantise(stage, device=device)
+                stage.frozen()
             return stage
 
         yield make
