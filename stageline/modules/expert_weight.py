@@ -102,7 +102,9 @@ class ExpertWeight:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name, kwargs = getattr(func, "__name__", "").partition(".")[0], kwargs or {}
+        name = getattr(func, "__name__", "").partition(".")[0]
+        # torch.nn.functional.grouped_mm passes on each option, set or not
+        kwargs = {key: value for key, value in (kwargs or {}).items() if value is not None}
         if len(args) >= 2 and isinstance(args[1], cls) and isinstance(args[0], torch.Tensor):
             x, weight, *rest = args
             base = weight.base

@@ -14,7 +14,7 @@ from pp_models import class_of_key
 from stageline.checkpoint.adapter import attach_adapter
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
-from stageline.modules.expert_weight import expert_parameters
+from stageline.modules.expert_weight import ExpertWeight, expert_parameters
 from stageline.modules.lora import lora_stacks, merge_lora, strip_lora
 from stageline.modules.quantised import Quantization, base_bytes, quantise_layers
 from stageline.pipeline.runner import PipelineRunner
@@ -195,6 +195,19 @@ def test_grouped_products_of_float32(family, tmp_path):
     reference = peft.PeftModel.from_pretrained(whole, folder, is_trainable=True)
     stages = make_stages(base, 1, folder, dtype=torch.float32)
     assert gap(chain(stages, base), theirs(reference, base)) < 1e-6
+
+
+@pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_pass_sums_a_weight_and_its_adapter(family, way, tmp_path, monkeypatch):
+    """The sum of each expert's weight and adapter would cost more than the pass itself."""
+    base = tmp_path / "base"
+    make_whole(family, base)
+    (stage,) = make_stages(base, 1, dtype=torch.float32)
+    stage.config.get_text_config()._experts_implementation = way
+    monkeypatch.setattr(ExpertWeight, "dense", lambda self: pytest.fail("summed"))
+    _, grads = chain([stage], base)
+    assert sum("expert" in name for name in grads) >= 8
 
 
 def test_what_is_said_and_refused(tmp_path):
