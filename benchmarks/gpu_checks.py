@@ -339,7 +339,7 @@ def _compared(name: str, cpu: str, case: Any, job: Any, end: tuple, cpu_end: tup
         return row(what, "it comes to its end (random numbers differ)", f"losses {found}", True)
     if "--stale-step" in words:  # the first update comes a step later
         expected = {1: expected[1], 2: found[2]}
-    most = 2e-2 if "16" in case.like else 1e-3
+    most = 2e-2 if "16" in case.like or "niter" in case.like else 1e-3  # niter: a random SVD
     gap = _apart(found, expected)
     return row(what, f"losses of the CPU within {most:.0e}", f"{gap:.0e} apart", gap <= most)
 
@@ -580,7 +580,7 @@ def stream(machine: Machine, *, size: str, peers: dict[str, float | None]) -> Ro
 
     see_more_packages()
     budget = int(min(32, machine.get("GiB a card", 8) / 2) * 2**30)
-    shape = {"rows": 16, "sequence": 2048, "micro_batches": 4, "steps": 4}
+    shape = {"rows": 16, "sequence": 2048, "micro_batches": 4, "steps": 6}
     if machine["emulated"]:
         size, shape = "tiny", {"rows": 2, "sequence": 8, "micro_batches": 2, "steps": 1}
     setup = streaming_model.Setup(size, lora=False, device="cuda", budget=budget, **shape)
