@@ -33,6 +33,7 @@ from optimizer import adamw
 from pp_models import CausalLMStage
 from stageline.device import settle_allocators
 from stageline.distributed.process_group import distributed_context
+from stageline.modules.chunked_loss import LossByToken
 from stageline.modules.methods import Methods
 from stageline.modules.quantised import Quantization, num_weights
 from stageline.modules.recompute import compile_layers
@@ -49,8 +50,10 @@ SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
     "8b": (4096, 14336, 32, 32, 8, 128256),  # Llama 3
     "tiny-a3b": (64, 64, 2, 4, 2, 512),
     "a3b": (2048, 768, 6, 32, 4, 151936),  # Qwen3-30B-A3B, 6 of its 48 layers
+    "30b-a3b": (2048, 768, 48, 32, 4, 151936),
 }
-EXPERTS = {"tiny-a3b": (4, 2, 32), "a3b": (128, 8, 128)}  # experts, of a token, numbers of a head
+A3B = (128, 8, 128)  # experts, experts of a token, numbers of a head
+EXPERTS = {"tiny-a3b": (4, 2, 32), "a3b": A3B, "30b-a3b": A3B}
 LORA = {"llm_lora_num": 1, "lora_rank": 16, "frozen_lm_head": True}
 LORA_ON_EXPERTS = {**LORA, "lora_target": [r".*experts\.[a-z_]*proj", "q_proj", "v_proj"]}
 IGNORED = -100  # the label of padding
@@ -70,6 +73,7 @@ class Setup:
         profiled: the profiler looks at a step after the timed ones.
         quantization: nf4 or int8 for the frozen base below LoRA; "": none.
         eager: experts one after the other, not by grouped products.
+        logits_chunk: tokens whose logits exist at a time; 0: all of a micro-batch, and a plan.
     """
 
     size: str = "1b"
@@ -87,6 +91,7 @@ class Setup:
     profiled: bool = False
     quantization: str = ""
     eager: bool = False
+    logits_chunk: int = 0
 
     @property
     def options(self) -> dict[str, object]:
@@ -193,6 +198,7 @@ def make_stage(setup: Setup, config, stage: int, num_stages: int, device: torch.
     draw(made, device=device, dtype=dtype)
     made.methods.quantise(made, device=device)
     made.frozen()
+    made.logits_chunk = setup.logits_chunk
     if setup.checkpointing:
         made.enable_gradient_checkpointing()
     if setup.compiled:
@@ -225,13 +231,19 @@ def run(setup: Setup, context, config, schedule) -> tuple[float, list, list, str
     replicas = Replicas(context.dp_group)
     if setup.shard:
         replicas = ShardedReplicas(stages, mesh=context.mesh["dp"])
+    loss_fn = sft
+    if setup.logits_chunk:
+        loss_fn = LossByToken(sft, whole=stages[-1].whole, chunk=setup.logits_chunk)
     train_step = TrainStep(
         PipelineRunner(stages, device=device, group=context.pp_group, schedule=schedule),
         make_optimizer=make_optimizer,
-        loss_fn=sft,
+        loss_fn=loss_fn,
         learning_rate=lambda step: 1e-5,
         replicas=replicas,
     )
+    if device.type == "cuda":  # weights in few bits were drawn in 16 bits
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     batches = micro_batches(setup, seed=context.dp_rank)
     seconds, losses = [], []
     for step in range(setup.steps + 2):
@@ -309,11 +321,9 @@ def measure(setup: Setup, context, ceiling: float, *, plans: bool = True) -> dic
     batches = micro_batches(setup)
     planned = None  # on a CPU nothing tells the peak to compare it with
     if is_cuda:
-        if plans and not setup.shard:
+        if plans and not setup.shard and not setup.logits_chunk:
             planned = planned_peak(setup, config, schedule, batches[0], device)
         gc.collect()  # what was trained before
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
     median, stages, losses, kernels = run(setup, context, config, schedule)
     tokens = context.num_replicas * sum(int(each["attention_mask"].sum()) for each in batches)
     weights = sum(
