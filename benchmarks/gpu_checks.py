@@ -961,7 +961,7 @@ CHECKS = (
         "30B-A3B on 24 GiB", 120, 50, most_gib=22, size="30b-a3b", sequence=2048, rows=1, steps=2,
         lora=True, quantization="nf4", checkpointing=True, logits_chunk=256,
     ),
-    training("experts, LoRA, one by one", 160, 75, **EXPERT_LORA, eager=True, steps=1),
+    training("one by one, LoRA", 160, 75, **EXPERT_LORA, eager=True, steps=1),
     training("1B, all weights, padded", 60, 28, padded=True),
     training(
         "8B LoRA, compiled layers", 140, 75, promised=NEMO,

@@ -157,6 +157,8 @@ def _grouped(
         missing = (-weight.shape[1] % step, -num_columns % step)
         if any(missing):
             x, weight = F.pad(x, (0, missing[0])), F.pad(weight, (0, missing[1], 0, missing[0]))
+        if not weight.is_contiguous() and not weight.mT.is_contiguous():  # peft's order of ranks
+            weight = weight.contiguous()
         return func(x, weight, offs=offsets)[:, :num_columns]
 
     return multiply

@@ -203,7 +203,8 @@ def test_no_pass_sums_a_weight_and_its_adapter(family, way, tmp_path, monkeypatc
     """The sum of each expert's weight and adapter would cost more than the pass itself."""
     base = tmp_path / "base"
     make_whole(family, base)
-    (stage,) = make_stages(base, 1, dtype=torch.float32)
+    # rows of 4 numbers are what grouped products take as they are
+    (stage,) = make_stages(base, 1, dtype=torch.float32, lora_rank=4)
     stage.config.get_text_config()._experts_implementation = way
     monkeypatch.setattr(ExpertWeight, "dense", lambda self: pytest.fail("summed"))
     _, grads = chain([stage], base)
