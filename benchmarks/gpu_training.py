@@ -35,7 +35,7 @@ from stageline.device import settle_allocators
 from stageline.distributed.process_group import distributed_context
 from stageline.modules.chunked_loss import LossByToken
 from stageline.modules.methods import Methods
-from stageline.modules.quantised import Quantization, num_weights
+from stageline.modules.quantised import Quantization, plain_shape
 from stageline.modules.recompute import compile_layers
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
@@ -327,10 +327,10 @@ def measure(setup: Setup, context, ceiling: float, *, plans: bool = True) -> dic
     median, stages, losses, kernels = run(setup, context, config, schedule)
     tokens = context.num_replicas * sum(int(each["attention_mask"].sum()) for each in batches)
     weights = sum(
-        num_weights(p) * (chosen_share(config) if ".experts." in n else 1)
+        plain_shape(p).numel() * (chosen_share(config) if ".experts." in n else 1)
         for s in stages
         for n, p in s.named_parameters()
-        if p.ndim > 1 or num_weights(p) > p.numel()
+        if len(plain_shape(p)) > 1
     )
     weights -= config.vocab_size * config.hidden_size  # embeddings are looked up, not multiplied
     operations = operations_per_token(config, weights, setup.sequence, lora=setup.lora)

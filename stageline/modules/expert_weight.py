@@ -169,23 +169,36 @@ class PackedWeight:
     """Frozen matrices in few bits, which are dequantized one by one and not kept.
 
     Attributes:
-        matrices: each dequantizes one, [rows, columns], or [columns, rows] if `is_transposed`.
+        parts: tensors [E, ...] that matrix i is made of, each by its i-th entry: bits and scales.
+        codes: tables of what bits stand for, of all matrices.
+        unpack: (entries of the parts, codes) -> a matrix [rows, columns].
         size: (rows, columns) as a product sees them.
-        dtype, device: of a dequantized matrix.
+        dtype: of a dequantized matrix.
+        places: of the matrices that this weight stands for; None: all of them.
+        is_transposed: products see what `unpack` returns transposed.
         is_one: stands for a single matrix, not for a stack of them.
     """
 
-    matrices: Sequence[Callable[[], torch.Tensor]]
+    parts: tuple[torch.Tensor, ...]
+    codes: tuple[torch.Tensor, ...]
+    unpack: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]
     size: tuple[int, int]
     dtype: torch.dtype
-    device: torch.device
+    places: Sequence[int] | None = None
     is_transposed: bool = False
     is_one: bool = False
     requires_grad = False
 
+    def __len__(self) -> int:
+        return len(self.parts[0]) if self.places is None else len(self.places)
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(self.size if self.is_one else (len(self.matrices), *self.size))
+        return torch.Size(self.size if self.is_one else (len(self), *self.size))
 
     @property
     def ndim(self) -> int:
@@ -197,27 +210,28 @@ class PackedWeight:
 
     def __getitem__(self, index: Any) -> "PackedWeight":
         chosen = index.tolist() if isinstance(index, torch.Tensor) else index
+        places = self.places or range(len(self))
         if isinstance(chosen, int):
-            return replace(self, matrices=[self.matrices[chosen]], is_one=True)
-        places = range(len(self.matrices))[chosen] if isinstance(chosen, slice) else chosen
-        return replace(self, matrices=[self.matrices[place] for place in places])
+            return replace(self, places=[places[chosen]], is_one=True)
+        found = places[chosen] if isinstance(chosen, slice) else [places[one] for one in chosen]
+        return replace(self, places=found)
 
-    def matrix(self, place: int) -> torch.Tensor:
+    def matrix(self, number: int) -> torch.Tensor:
         """Return one matrix as floats, [rows, columns]."""
-        dense = self.matrices[place]()
+        place = number if self.places is None else self.places[number]
+        dense = self.unpack([part[place] for part in self.parts], self.codes)
         return dense.mT if self.is_transposed else dense
 
     def dense(self) -> torch.Tensor:
         """Return all of them as floats."""
-        made = [self.matrix(place) for place in range(len(self.matrices))]
+        made = [self.matrix(number) for number in range(len(self))]
         return made[0] if self.is_one else torch.stack(made)
 
     def product(self, x: torch.Tensor, ends: Sequence[int] | None = None) -> torch.Tensor:
         """Return x times the matrix; `ends`: where the rows of x [N, .] for each matrix end."""
         rows = x.flatten(0, -2)
         if ends is None:
-            count = len(self.matrices)
-            ends = [len(rows) * (place + 1) // count for place in range(count)]
+            ends = [len(rows) * (number + 1) // len(self) for number in range(len(self))]
         made = _PackedProduct.apply(rows.to(self.dtype), self, tuple(ends))
         return made.to(x.dtype).unflatten(0, x.shape[:-1])
 

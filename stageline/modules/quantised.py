@@ -8,8 +8,8 @@ and dequantized for a product. Embedding, head, norms, routers and a vision towe
 
 import copy
 import importlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -72,7 +72,7 @@ def quantise_layers(
                 made: nn.Module = _Outline(linear, quantization)
             else:
                 made = _quantised(linear, quantization, dtype=dtype, device=device)
-            made.weight.num_weights = linear.weight.numel()  # type: ignore[union-attr]
+            made.weight.plain_shape = linear.weight.shape  # type: ignore[union-attr]
             parent._modules[leaf] = made
             count += 1
         for experts in [module for module in layer.modules() if expert_parameters(module)]:
@@ -86,8 +86,6 @@ def _quantise_experts(
 ) -> None:
     """Put bytes [E, bytes of one] in the place of fused weights; what reads them dequantizes."""
     is_nf4, own = quantization.kind == "nf4", quantization.compute_dtype or dtype
-    assert isinstance(own, torch.dtype)  # a name was looked up
-    kept: list[torch.Tensor] = []  # scales
     for leaf in expert_parameters(experts):
         weight = experts._parameters[leaf]
         assert weight is not None  # it was found there
@@ -99,50 +97,72 @@ def _quantise_experts(
             shape = (-(-num_rows * num_columns // NF4_BLOCK), NF4_BLOCK) if is_nf4 else size
             num_bytes = num_experts * _num_bytes(*shape, quantization)
             packed = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+            parameter = nn.Parameter(packed, requires_grad=False)
         else:
-            made = [
-                _quantised_matrix((one.mT if turns else one).detach().to(device), quantization)
-                for one in weight
-            ]
-            packed = torch.stack([values for values, _ in made])
-            for _, state in made if is_nf4 else ():  # one table for all of them
-                state.code = made[0][1].code
-                if state.state2 is not None:
-                    state.state2.code = made[0][1].state2.code
-            matrices = []
-            for values, (_, state) in zip(packed, made, strict=True):
-                kept += _scales(state)
-                matrices.append(partial(_dequantised, values, state, size, own))
-            base = PackedWeight(matrices, size, own, device)
+            parts: list[nn.Parameter] = []
+            for place, one in enumerate(weight.detach()):
+                made, codes = _packed((one.mT if turns else one).to(device), quantization)
+                # filled one by one: a list of all and their stack would be there at once
+                parts = parts or [
+                    nn.Parameter(each.new_empty(num_experts, *each.shape), requires_grad=False)
+                    for each in made
+                ]
+                for part, each in zip(parts, made, strict=True):
+                    part.data[place] = each
+            unpack = partial(_dequantised, size=size, dtype=own)
+            base = PackedWeight(tuple(parts), codes, unpack, size, cast(torch.dtype, own))
             experts.__dict__[leaf] = ExpertWeight(base.mT if turns else base)
-        parameter = nn.Parameter(packed, requires_grad=False)
-        parameter.num_weights = weight.numel()  # type: ignore[attr-defined]
+            parameter = parts[0]
+        parameter.plain_shape = weight.shape  # type: ignore[attr-defined]
         experts._parameters[leaf] = parameter
     for other in experts._parameters.values():
         if other is not None and not other.is_meta:
             other.data = other.data.to(device)
-    experts.__dict__.update(is_quantised=True, scales=kept)
+    experts.__dict__["is_quantised"] = True
 
 
-def _quantised_matrix(matrix: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, Any]:
+Tensors = tuple[torch.Tensor, ...]
+
+
+def _packed(matrix: torch.Tensor, quantization: Quantization) -> tuple[Tensors, Tensors]:
+    """Return the bits of a matrix with their scales, and the tables that all matrices share."""
     library = _bitsandbytes(quantization.kind).functional
     if quantization.kind == "int8":
-        values, scales, _ = library.int8_vectorwise_quant(matrix.to(torch.float16).contiguous())
-        return values, scales
+        return library.int8_vectorwise_quant(matrix.to(torch.float16).contiguous())[:2], ()
     # a row a block: on a CPU bitsandbytes 0.50 reads blocks that span rows at other places
     flat = matrix.flatten()
     blocks = nn.functional.pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK)
     double = quantization.double
-    return library.quantize_4bit(blocks, quant_type="nf4", compress_statistics=double)
+    values, state = library.quantize_4bit(blocks, quant_type="nf4", compress_statistics=double)
+    codes = (state.code, state.state2.code) if double else (state.code,)
+    return (values, *_scales(state)), codes
 
 
 def _dequantised(
-    values: torch.Tensor, state: Any, size: tuple[int, int], dtype: torch.dtype
+    parts: Sequence[torch.Tensor],
+    codes: Sequence[torch.Tensor],
+    *,
+    size: tuple[int, int],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    if isinstance(state, torch.Tensor):
-        return (values.to(torch.float32) * (state / 127).unsqueeze(1)).to(dtype)
-    blocks = importlib.import_module("bitsandbytes").functional.dequantize_4bit(values, state)
-    return blocks.flatten()[: size[0] * size[1]].view(size).to(dtype)
+    """Return the matrix that `_packed` took apart."""
+    values, scales, *others = parts
+    if not codes:
+        return (values.to(torch.float32) * (scales / 127).unsqueeze(1)).to(dtype)
+    library = importlib.import_module("bitsandbytes").functional
+    shape = (-(-size[0] * size[1] // NF4_BLOCK), NF4_BLOCK)
+    told: dict[str, Any] = {"shape": shape, "quant_type": "nf4", "dtype": dtype}
+    if others:  # the scales are quantised too
+        offset, scales_of_scales = others
+        told |= {
+            "offset": offset,
+            "state2": library.QuantState(
+                scales_of_scales, code=codes[1], blocksize=SCALE_BLOCK, dtype=torch.float32
+            ),
+        }
+    state = library.QuantState(scales, code=codes[0], blocksize=NF4_BLOCK, **told)
+    blocks = library.dequantize_4bit(values, state)
+    return blocks.flatten()[: size[0] * size[1]].view(size)
 
 
 def _scales(state: Any) -> list[torch.Tensor]:
@@ -167,9 +187,9 @@ def _num_bytes(num_rows: int, num_columns: int, quantization: Quantization) -> i
     return -(-numbers // 2) + 4 * num_blocks
 
 
-def num_weights(parameter: torch.Tensor) -> int:
-    """The numbers that a parameter stands for: of a quantised weight those that it was made of."""
-    return getattr(parameter, "num_weights", parameter.numel())
+def plain_shape(parameter: torch.Tensor) -> torch.Size:
+    """Return the shape of a weight; of a quantised one that of the weight that it was made of."""
+    return getattr(parameter, "plain_shape", parameter.shape)
 
 
 def base_bytes(layers: Iterable[nn.Module]) -> int:
@@ -188,7 +208,7 @@ def base_bytes(layers: Iterable[nn.Module]) -> int:
 def make_scales_parameters(
     module: nn.Module, codes: dict[bytes, nn.Parameter]
 ) -> list[nn.Parameter]:
-    """Make the tensors that bitsandbytes keeps next to its packed weights parameters, in place.
+    """Make the tensors that are kept next to packed weights parameters, in place.
 
     These scales and code books then move with the other parameters; no module registers them.
 
@@ -196,7 +216,16 @@ def make_scales_parameters(
         codes: code books by their contents, which layers then share.
     """
     made: list[nn.Parameter] = []
+
+    def shared(code: torch.Tensor) -> nn.Parameter:
+        key = code.cpu().numpy().tobytes()
+        return codes.setdefault(key, nn.Parameter(code, requires_grad=False))
+
     for child in module.modules():
+        for leaf, packed in _packed_weights(child).items():
+            own = replace(packed, codes=tuple(map(shared, packed.codes)))
+            child.__dict__[leaf] = ExpertWeight(own)
+            made += cast(Any, (*own.parts[1:], *own.codes))
         for weight in child._parameters.values():
             holder: Any = getattr(weight, "quant_state", None)
             if hasattr(weight, "CB"):
@@ -208,10 +237,10 @@ def make_scales_parameters(
                 for name in ("absmax", "offset", "code", "SCB"):
                     value = holder.__dict__.get(name)
                     if isinstance(value, torch.Tensor):
-                        parameter = nn.Parameter(value, requires_grad=False)
-                        if name == "code":
-                            key = value.cpu().numpy().tobytes()
-                            parameter = codes.setdefault(key, parameter)
+                        is_code = name == "code"
+                        parameter = (
+                            shared(value) if is_code else nn.Parameter(value, requires_grad=False)
+                        )
                         setattr(holder, name, parameter)
                         made.append(parameter)
                 holder = getattr(holder, "state2", None)
@@ -219,7 +248,7 @@ def make_scales_parameters(
 
 
 def placed(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
-    """Return a weight, or what a layer of bitsandbytes keeps, on another device.
+    """Return a weight, or what a quantised layer keeps, on another device.
 
     Args:
         tensors: what is there already, by the id of the parameter here.
@@ -233,6 +262,11 @@ def placed(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
         if getattr(value, "CB", None) is not None:
             weight.__dict__["CB"] = there
         return weight
+    if isinstance(value, ExpertWeight) and isinstance(packed := value.base, PackedWeight):
+        parts, codes = (
+            [placed(one, tensors) for one in own] for own in (packed.parts, packed.codes)
+        )
+        return ExpertWeight(replace(packed, parts=tuple(parts), codes=tuple(codes)))
     if not type(value).__module__.startswith("bitsandbytes.") or isinstance(value, nn.Module):
         return value
     twin = copy.copy(value)
@@ -240,9 +274,16 @@ def placed(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
     return twin
 
 
+def _packed_weights(module: nn.Module) -> dict[str, PackedWeight]:
+    """Return the weights of experts in few bits that are a module's own."""
+    found = ((leaf, getattr(value, "base", None)) for leaf, value in vars(module).items())
+    return {leaf: base for leaf, base in found if isinstance(base, PackedWeight)}
+
+
 def _stored(module: nn.Module) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = [*module.parameters(recurse=False)]
-    tensors += vars(module).get("scales", ())
+    for packed in _packed_weights(module).values():
+        tensors += packed.parts[1:]
     weight = module._parameters.get("weight")
     state = getattr(weight, "quant_state", None)
     tensors += [] if state is None else _scales(state)
@@ -306,3 +347,6 @@ class _Outline(nn.Module):
             torch.empty(num_bytes, dtype=torch.uint8, device="meta"), requires_grad=False
         )
         self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty((*x.shape[:-1], self.out_features))

@@ -40,7 +40,8 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from stageline.device import available_memory, empty_cache, is_accelerator, synchronize
 from stageline.errors import UserError
 from stageline.model_folder import attention_options, called_alike, is_of_library
-from stageline.modules.quantised import num_weights
+from stageline.modules.lora import innermost
+from stageline.modules.quantised import plain_shape
 from stageline.modules.recompute import recomputes
 from stageline.pipeline.live_bytes import PeakBytes, SavedBytes, tensor_bytes
 from stageline.pipeline.plan import Action, GradFlow, Kind, drop_dead_backward, grad_flow
@@ -470,7 +471,8 @@ def token_width(parameters: Mapping[str, torch.Tensor]) -> int:
     Experts count once each token, whatever their number.
     """
     plain = {name: p for name, p in parameters.items() if ".lora." not in name}
-    return sum(sum(p.shape[-2:]) for p in plain.values() if p.dim() in (2, 3))
+    shapes = map(plain_shape, plain.values())
+    return sum(sum(shape[-2:]) for shape in shapes if len(shape) in (2, 3))
 
 
 def parameter_cost(parameters: Iterable[torch.Tensor]) -> Cost:
@@ -480,7 +482,7 @@ def parameter_cost(parameters: Iterable[torch.Tensor]) -> Cost:
     num_trainable = sum(parameter.numel() for parameter in trained)
     num_half = sum(parameter.numel() for parameter in trained if parameter.element_size() == 2)
     return Cost(
-        num_parameters=sum(map(num_weights, found)),
+        num_parameters=sum(plain_shape(parameter).numel() for parameter in found),
         num_trainable=num_trainable,
         weights=tensor_bytes(found),
         gradients=num_trainable * GRADIENT_BYTES,
@@ -723,8 +725,8 @@ def estimate(outline: Outline, *, shape: tuple[int, int]) -> ModelCosts:
     """
     rows, tokens = shape
     border = outline.border_of(rows, tokens)
-    # weights and hidden states have one type: bytes of an element of either
-    total = sum((*outline.layers, outline.first), Cost())
+    # weights that are never in few bits and hidden states have one type: bytes of an element
+    total = outline.first + outline.last
     item_size = max(1, total.weights // max(1, total.num_parameters))
     last_item = outline.num_layers + 1
     saved_last = rows * tokens * outline.last_width * BYTES_OF_SCORES
@@ -1002,7 +1004,8 @@ def _light_experts(model: nn.Module) -> Iterator[None]:
         chosen = next((item for item in routed if item.dtype in (torch.long, torch.int)), None)
         num_chosen = 1 if chosen is None else chosen.shape[-1]
         num_rows = hidden.numel() // hidden.shape[-1] * num_chosen
-        widths = [sum(p.shape[-2:]) for p in experts.parameters(recurse=False) if p.dim() == 3]
+        shapes = map(plain_shape, innermost(experts).parameters(recurse=False))
+        widths = [sum(shape[-2:]) for shape in shapes if len(shape) == 3]
         held = hidden.new_empty((num_rows, sum(widths)))  # counted in addition to the output
         made = torch.empty_like(hidden)
         del held

@@ -142,10 +142,6 @@ def make_host_weights(layers: Iterable[nn.Module]) -> list[HostWeights]:
     codes: dict[bytes, nn.Parameter] = {}
     hosted_layers = []
     for layer in layers:
-        if any("scales" in vars(module) for module in layer.modules()):
-            raise UserError(
-                "`quantization` of fused experts does not go with `engine` streaming. Drop one."
-            )
         values = dict.fromkeys((*layer.parameters(), *make_scales_parameters(layer, codes)))
         own = [homes.setdefault(id(each), Home(each)) for each in values]
         hosted_layers.append(HostWeights(layer, own, list(layer.buffers())))

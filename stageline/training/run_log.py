@@ -22,7 +22,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import StorageError, spelled
 from stageline.modules.lora import is_expert_lora
-from stageline.modules.quantised import num_weights
+from stageline.modules.quantised import plain_shape
 from stageline.pipeline.live_bytes import tensor_bytes
 from stageline.pipeline.recorder import TimelineEvent, describe_timeline
 from stageline.run_records import cut_torn_line, finite, read_log
@@ -435,7 +435,7 @@ def show_stages(models: Sequence[Stage], *, group: dist.ProcessGroup | None) -> 
         tower = getattr(model, "tower_layers", None)
         layers = tower or model.layers
         start = getattr(model, "start", None) if model.stage == 0 else None
-        counts = {name: (num_weights(p), p.requires_grad) for name, p in parameters.items()}
+        counts = {name: (plain_shape(p).numel(), p.requires_grad) for name, p in parameters.items()}
         place = f"{'tower ' if tower else ''}{layers[0]}-{layers[-1]}"
         notes = (*getattr(model, "notes", ()), *getattr(start, "notes", ()))
         own.append((model.stage, place, tensor_bytes(parameters.values()), counts, notes))

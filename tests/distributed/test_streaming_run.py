@@ -1,9 +1,15 @@
 """`--engine streaming` through the entry file: equal to a pipeline, exact to resume, refusals."""
 
+import peft
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from stageline.checkpoint.plain_model import load_plain
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.small_run import Job, assert_same_tensors
+from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import tiny_tokenizer
 
 STEPS = 4
 OPTIONS = ("--total-steps", STEPS, "--save-steps", 2)
@@ -43,6 +49,34 @@ def test_a_killed_run_resumes_to_the_same_bits(job, options):
     done = job.train(name, *STREAMING, *options, "--resume", "auto", ranks=1)
     assert "2 of 4 steps are done" in done.out
     assert_same(job, name, f"straight{name}")
+
+
+def test_few_bit_experts_stream_resume_and_are_read_by_peft(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    job = Job(tmp_path, family="qwen3_moe", num_layers=4, make_model=False)
+    tokenizer = tiny_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "moe_intermediate_size": 64}
+    tiny_whole("qwen3_moe", job.model, **sizes)
+    tokenizer.save_pretrained(job.model)
+    leaves = "q_proj,experts.gate_up_proj,experts.down_proj"
+    options = ("--llm-lora-num", 1, "--parts.lm_head.frozen", "--lora.target", leaves)
+    options += ("--quantization", "nf4", "--double-quantization", "--logits-chunk", 4)
+    job.train("pipeline", *OPTIONS, *options, "--num-stages", 1, ranks=1)
+    killed = job.fork("streamed", *STREAMING, *options, ranks=1, chaos=KILL, waits=True)
+    assert killed.code != 0
+    done = job.train("streamed", *STREAMING, *options, "--resume", "auto", ranks=1)
+    assert "2 of 4 steps are done" in done.out
+    assert_same(job, "streamed", "pipeline")
+    last = job.folder / f"streamed/checkpoints/step-{STEPS:08d}"
+    (adapter,) = [file.parent for file in last.rglob("adapter_config.json")]
+    base = AutoModelForCausalLM.from_pretrained(job.model)
+    ids = torch.arange(5, 17)[None]
+    with torch.no_grad():
+        before = base(ids).logits
+        after = peft.PeftModel.from_pretrained(base, adapter).eval()(ids).logits
+    expected = load_plain(adapter)(ids).logits
+    torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
+    assert (after - before).abs().max() > 1e-3
 
 
 def test_stages_are_as_many_as_decoder_layers(job):

@@ -18,6 +18,8 @@ from stageline.inference.decoding.answer_groups import (
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.request import Sampling
 from stageline.inference.decoding.stage_decoder import StageDecoder, answering
+from stageline.modules.methods import Methods
+from stageline.modules.quantised import Quantization
 from stageline.pipeline.live_bytes import PeakBytes
 from stageline.planner.estimate import (
     META,
@@ -129,3 +131,18 @@ def test_stages_are_the_sum_of_their_items(model):
         assert [decoder.most for decoder in decoders] == [stage.cache for stage in stated]
         all_bytes = sum(stage.cache for stage in stated) + max(s.answering for s in stated)
         assert 0.7 * all_bytes < peak <= all_bytes
+
+
+def test_answers_above_a_few_bit_base_take_the_same(tmp_path):
+    """Counted on meta, where packed weights have other shapes; caches and passes have not."""
+    model = tiny_model("mixtral", tmp_path)
+    load = load_of(decoded_models.text_prompts([40, 9], vocab_size=64), lots_at_once=1)
+    found = []
+    for kind in (None, "nf4", "int8"):
+        methods = Methods(quantization=Quantization(kind) if kind else None)
+        outline = outline_of(maker(model, methods=methods, llm_lora_num=1))
+        weigh = functools.partial(answer_cost, loads=[load])
+        costs = answering_costs(estimate(outline, shape=(2, 20)), outline, weigh)
+        assert costs.not_counted == ""
+        found.append([(layer.cache, layer.answering) for layer in costs.layers])
+    assert found[0] == found[1] == found[2]

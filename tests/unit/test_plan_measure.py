@@ -1,5 +1,6 @@
 """Measurements of the planner, against plain transformers and against a whole stage that runs."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from benchmarks.plan_table import count
 from loss_fn import sft
 from pp_models import CausalLMStage, class_of_key
 from stageline.errors import UserError
+from stageline.modules.methods import Methods
+from stageline.modules.quantised import Quantization, make_scales_parameters
 from stageline.pipeline.live_bytes import PeakBytes
 from stageline.pipeline.plan import Kind
 from stageline.pipeline.schedules import make_schedule
@@ -122,6 +125,39 @@ def test_predicted_activations_are_those_of_a_running_stage(kind, stage, tmp_pat
     found = live_bytes_of(model, workload("llama").batch, in_flight=2 - stage)
     assert memory.activations == pytest.approx(found, rel=0.1)
     assert memory.weights == sum(p.numel() * 4 for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_few_bit_experts_take_what_is_planned(kind, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "vocab_size": 512}
+    config = tiny_config("qwen3_moe", **sizes)
+    lora = {"llm_lora_num": 1, "frozen_lm_head": True}
+    lora["lora_target"] = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
+    make = maker("qwen3_moe", tmp_path, config=config, **lora)
+    plain = outline_of(make)
+    make = functools.partial(make, methods=Methods(quantization=Quantization(kind)))
+    outline = outline_of(make)
+    for ours, expected in zip(
+        estimate(outline, shape=(1, 20)).layers, estimate(plain, shape=(1, 20)).layers, strict=True
+    ):
+        assert ours.saved == expected.saved > 0
+        assert ours.num_parameters == expected.num_parameters
+        assert ours.weights < 0.5 * expected.weights
+    costs = measure(outline, workload("qwen3_moe"))
+    (memory,) = rank_memory(
+        costs,
+        [4],
+        make_schedule("1f1b", num_ranks=1),
+        num_micro_batches=1,
+        rules=MemoryRules(optimizer_bytes=8),
+    )
+    model = make(stage=0, num_stages=1, partition=[4], device=CPU)
+    held = [*model.parameters(), *make_scales_parameters(model, {})]
+    taken = sum(tensor.nbytes for tensor in held)
+    assert memory.weights == pytest.approx(taken, rel=0.05)
+    found = live_bytes_of(model, workload("qwen3_moe").batch, in_flight=1)
+    assert memory.activations == pytest.approx(found, rel=0.05)
 
 
 def live_bytes_of(model, batch, *, in_flight):
