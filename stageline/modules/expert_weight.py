@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stageline.device import is_accelerator
+
 _PRODUCTS = ("matmul", "mm", "bmm")
 _GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 _FACTS = ("shape", "dtype", "device", "ndim", "dim", "size", "data_ptr", "requires_grad")
 GROUPED_BYTES = 16  # grouped products want rows of a multiple of it
+DENSE_BYTES = 1 << 28  # of matrices in few bits that are dequantized at once on an accelerator
 
 
 def expert_parameters(module: nn.Module) -> list[str]:
@@ -166,12 +169,12 @@ def _grouped(
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """Frozen matrices in few bits, which are dequantized one by one and not kept.
+    """Frozen matrices in few bits, which are dequantized for a product and not kept.
 
     Attributes:
         parts: tensors [E, ...] that matrix i is made of, each by its i-th entry: bits and scales.
         codes: tables of what bits stand for, of all matrices.
-        unpack: (entries of the parts, codes) -> a matrix [rows, columns].
+        unpack: (entries of the parts, codes) -> matrices [n, rows, columns].
         size: (rows, columns) as a product sees them.
         dtype: of a dequantized matrix.
         places: of the matrices that this weight stands for; None: all of them.
@@ -216,16 +219,20 @@ class PackedWeight:
         found = places[chosen] if isinstance(chosen, slice) else [places[one] for one in chosen]
         return replace(self, places=found)
 
-    def matrix(self, number: int) -> torch.Tensor:
-        """Return one matrix as floats, [rows, columns]."""
-        place = number if self.places is None else self.places[number]
-        dense = self.unpack([part[place] for part in self.parts], self.codes)
+    def matrices(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Return some of them as floats, [n, rows, columns]."""
+        places = numbers if self.places is None else [self.places[number] for number in numbers]
+        if places[-1] - places[0] == len(places) - 1:  # a slice copies nothing
+            chosen = [part[places[0] : places[-1] + 1] for part in self.parts]
+        else:
+            chosen = [part[list(places)] for part in self.parts]
+        dense = self.unpack(chosen, self.codes)
         return dense.mT if self.is_transposed else dense
 
     def dense(self) -> torch.Tensor:
         """Return all of them as floats."""
-        made = [self.matrix(number) for number in range(len(self))]
-        return made[0] if self.is_one else torch.stack(made)
+        made = self.matrices(range(len(self)))
+        return made[0] if self.is_one else made
 
     def product(self, x: torch.Tensor, ends: Sequence[int] | None = None) -> torch.Tensor:
         """Return x times the matrix; `ends`: where the rows of x [N, .] for each matrix end."""
@@ -237,7 +244,7 @@ class PackedWeight:
 
 
 class _PackedProduct(torch.autograd.Function):
-    """Rows times matrices; both passes dequantize those that have rows, one after the other."""
+    """Rows times matrices; both passes dequantize those that have rows, some at a time."""
 
     @staticmethod
     def forward(
@@ -252,9 +259,20 @@ class _PackedProduct(torch.autograd.Function):
 
 
 def _times(x: torch.Tensor, weight: PackedWeight, ends: tuple[int, ...]) -> torch.Tensor:
-    made, start = x.new_zeros(len(x), weight.size[1]), 0
-    for place, end in enumerate(ends):
-        if end > start:
-            made[start:end] = x[start:end] @ weight.matrix(place)
-        start = end
+    made, starts = x.new_zeros(len(x), weight.size[1]), (0, *ends)
+    filled = [number for number, end in enumerate(ends) if end > starts[number]]
+    step = 1
+    if is_accelerator(x.device) and x.dtype == torch.bfloat16:  # what grouped products take
+        row_bytes = [size * x.element_size() for size in weight.size]
+        if not any(size % GROUPED_BYTES for size in row_bytes):
+            step = max(1, DENSE_BYTES // (weight.size[0] * row_bytes[1]))
+    for numbers in (filled[at : at + step] for at in range(0, len(filled), step)):
+        first, last = starts[numbers[0]], ends[numbers[-1]]
+        rows, dense = x[first:last], weight.matrices(numbers)
+        if len(numbers) == 1:
+            made[first:last] = rows @ dense[0]
+        else:
+            offsets = [ends[number] - first for number in numbers]
+            offs = torch.tensor(offsets, dtype=torch.int32, device=x.device)
+            made[first:last] = F.grouped_mm(rows, dense, offs=offs)
     return made

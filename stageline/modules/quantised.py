@@ -145,24 +145,30 @@ def _dequantised(
     size: tuple[int, int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the matrix that `_packed` took apart."""
+    """Return matrices [n, rows, columns] of the stacked parts of what `_packed` took apart."""
     values, scales, *others = parts
     if not codes:
-        return (values.to(torch.float32) * (scales / 127).unsqueeze(1)).to(dtype)
+        return (values.to(torch.float32) * (scales / 127).unsqueeze(-1)).to(dtype)
     library = importlib.import_module("bitsandbytes").functional
-    shape = (-(-size[0] * size[1] // NF4_BLOCK), NF4_BLOCK)
-    told: dict[str, Any] = {"shape": shape, "quant_type": "nf4", "dtype": dtype}
-    if others:  # the scales are quantised too
-        offset, scales_of_scales = others
-        told |= {
-            "offset": offset,
-            "state2": library.QuantState(
-                scales_of_scales, code=codes[1], blocksize=SCALE_BLOCK, dtype=torch.float32
-            ),
-        }
-    state = library.QuantState(scales, code=codes[0], blocksize=NF4_BLOCK, **told)
-    blocks = library.dequantize_4bit(values, state)
-    return blocks.flatten()[: size[0] * size[1]].view(size)
+    if others:  # the scales are quantised too; a block of them belongs to one matrix
+        offset, nested = others
+        num_blocks = scales.shape[1]
+        padded = nn.functional.pad(scales, (0, -num_blocks % SCALE_BLOCK))
+        state = library.QuantState(
+            nested.flatten(), code=codes[1], blocksize=SCALE_BLOCK, dtype=torch.float32
+        )
+        wide = library.dequantize_blockwise(padded.flatten(), state).view(padded.shape)
+        scales = (wide[:, :num_blocks] + offset.view(-1, 1)).contiguous()
+    state = library.QuantState(
+        scales.flatten(),
+        code=codes[0],
+        blocksize=NF4_BLOCK,
+        shape=(scales.numel(), NF4_BLOCK),
+        quant_type="nf4",
+        dtype=dtype,
+    )
+    blocks = library.dequantize_4bit(values.reshape(-1, 1), state)
+    return blocks.view(len(scales), -1)[:, : size[0] * size[1]].view(-1, *size)
 
 
 def _scales(state: Any) -> list[torch.Tensor]:

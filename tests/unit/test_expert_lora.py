@@ -14,6 +14,7 @@ from pp_models import class_of_key
 from stageline.checkpoint.adapter import attach_adapter
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
+from stageline.modules import expert_weight
 from stageline.modules.expert_weight import ExpertWeight, expert_parameters
 from stageline.modules.lora import lora_stacks, merge_lora, strip_lora
 from stageline.modules.quantised import Quantization, base_bytes, quantise_layers
@@ -209,6 +210,32 @@ def test_no_pass_sums_a_weight_and_its_adapter(family, way, tmp_path, monkeypatc
     monkeypatch.setattr(ExpertWeight, "dense", lambda self: pytest.fail("summed"))
     _, grads = chain([stage], base)
     assert sum("expert" in name for name in grads) >= 8
+
+
+@pytest.mark.parametrize(("kind", "double"), [("nf4", False), ("nf4", True), ("int8", False)])
+def test_some_matrices_at_once_are_as_one_by_one(kind, double, monkeypatch):
+    """On an accelerator a grouped product takes some dequantized matrices, in both passes."""
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    experts = type("Experts", (torch.nn.Module,), {})()
+    experts.up = torch.nn.Parameter(torch.randn(5, 64, 128))
+    quantization = Quantization(kind, double=double)
+    quantise_layers([experts], quantization, dtype=torch.bfloat16, device="cpu")
+    packed = experts.up.base
+    assert torch.equal(packed[[3, 1]].dense(), packed.dense()[[3, 1]])
+    rows = torch.randn(40, 128, dtype=torch.bfloat16)
+    ends = torch.tensor([7, 7, 30, 31, 40], dtype=torch.int32)
+    found = []
+    for is_accelerator, num_bytes in ((False, 0), (True, 1 << 20), (True, 2 * 64 * 128 * 2)):
+        monkeypatch.setattr(expert_weight, "is_accelerator", lambda _, known=is_accelerator: known)
+        monkeypatch.setattr(expert_weight, "DENSE_BYTES", num_bytes)
+        x = rows.clone().requires_grad_()
+        made = torch.nn.functional.grouped_mm(x, experts.up.mT, offs=ends)
+        made.sin().sum().backward()
+        found.append((made.detach(), x.grad))
+    for made, grad in found[1:]:
+        torch.testing.assert_close(made, found[0][0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(grad, found[0][1], rtol=2e-2, atol=2e-2)
 
 
 def test_what_is_said_and_refused(tmp_path):
