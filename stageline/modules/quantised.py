@@ -86,6 +86,7 @@ def _quantise_experts(
 ) -> None:
     """Put bytes [E, bytes of one] in the place of fused weights; what reads them dequantizes."""
     is_nf4, own = quantization.kind == "nf4", quantization.compute_dtype or dtype
+    assert isinstance(own, torch.dtype)  # a name was looked up
     for leaf in expert_parameters(experts):
         weight = experts._parameters[leaf]
         assert weight is not None  # it was found there
@@ -110,7 +111,7 @@ def _quantise_experts(
                 for part, each in zip(parts, made, strict=True):
                     part.data[place] = each
             unpack = partial(_dequantised, size=size, dtype=own)
-            base = PackedWeight(tuple(parts), codes, unpack, size, cast(torch.dtype, own))
+            base = PackedWeight(tuple(parts), codes, unpack, size, own)
             experts.__dict__[leaf] = ExpertWeight(base.mT if turns else base)
             parameter = parts[0]
         parameter.plain_shape = weight.shape  # type: ignore[attr-defined]
