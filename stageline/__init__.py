@@ -9,6 +9,7 @@ from typing import Any
 
 _HOMES = {
     "CausalLMStage": "stages.causal_lm",
+    "FOLDERS": "training.folders",
     "MicroBatchLoader": "data.batches.loader",
     "Ownership": "training.grad_norm",
     "PipelineRunner": "pipeline.runner",
