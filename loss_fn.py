@@ -12,6 +12,7 @@ negatives. Logits are [B, T, V]; labels [B, T], aligned with the token ids, -100
 import functools
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -176,21 +177,11 @@ def next_marks(micro_batch: MicroBatch) -> torch.Tensor:
     return marks_BT & (next_labels(micro_batch) != IGNORE)
 
 
-def count_marked(micro_batch: MicroBatch) -> int:
-    """Return the number of marked tokens in the loss of a micro-batch."""
-    return int(next_marks(micro_batch).sum())
-
-
 def compared_groups(micro_batch: MicroBatch) -> torch.Tensor:
     """Return whether each group is compared, [G]: not padding, not one with a dropped sample."""
     has_target_B = (next_labels(micro_batch) != IGNORE).any(dim=1)
     groups_B = given(micro_batch, "loss_groups", CONTRASTIVE)
     return has_target_B.view(int(groups_B[-1]) + 1, -1).all(dim=1)
-
-
-def count_groups(micro_batch: MicroBatch) -> int:
-    """Return the number of compared groups of a micro-batch: each sample has a target."""
-    return int(compared_groups(micro_batch).sum())
 
 
 def representations(logits_BTV: torch.Tensor, on_host: MicroBatch) -> torch.Tensor:
@@ -255,7 +246,13 @@ def warm_up(step: int, *, start_step: int, warmup_steps: int) -> float:
     return 1.0 if warmup_steps == 0 else min(1.0, (step - start_step) / warmup_steps)
 
 
-@loss_fn_register("contrastive", counts={"num_marked": count_marked, "num_groups": count_groups})
+@loss_fn_register(
+    "contrastive",
+    counts={
+        "num_marked": lambda batch: int(next_marks(batch).sum()),
+        "num_groups": lambda batch: int(compared_groups(batch).sum()),
+    },
+)
 def contrastive(
     logits_BTV: torch.Tensor,
     micro_batch: MicroBatch,
@@ -355,11 +352,6 @@ def count_pairs(micro_batch: MicroBatch) -> int:
     return int(is_there[::2].sum())
 
 
-def count_chosen(micro_batch: MicroBatch) -> int:
-    """Return the number of supervised tokens of the chosen answers."""
-    return int(row_lengths(micro_batch["labels"])[::2].sum())
-
-
 def _pair_losses(
     kind: str,
     ratios_B: torch.Tensor,
@@ -415,7 +407,10 @@ def _compares(
 
 @loss_fn_register(
     "dpo",
-    counts={"num_pairs": count_pairs, "num_chosen": count_chosen},
+    counts={
+        "num_pairs": count_pairs,
+        "num_chosen": lambda batch: int(row_lengths(batch["labels"])[::2].sum()),
+    },
     needs_reference=_compares,
 )
 def dpo(
@@ -497,38 +492,15 @@ def _is_there(micro_batch: MicroBatch) -> torch.Tensor:
     return row_lengths(micro_batch["labels"]) > 0
 
 
-def count_answers(micro_batch: MicroBatch) -> int:
-    """Return the number of rows with targets.
-
-    Raises:
-        UserError: the collate part does not say which are wanted.
-    """
-    return int(_is_there(micro_batch).sum())
-
-
-def count_wanted(micro_batch: MicroBatch) -> int:
-    """Return the number of desirable answers."""
-    return int((_is_there(micro_batch) & micro_batch[IS_WANTED]).sum())
-
-
-def count_unwanted(micro_batch: MicroBatch) -> int:
-    """Return the number of undesirable answers."""
-    return int((_is_there(micro_batch) & ~micro_batch[IS_WANTED]).sum())
-
-
-def _estimates(*, use_kl: bool = True, **others: object) -> bool:
-    return use_kl
-
-
 @loss_fn_register(
     "kto",
     counts={
-        "num_answers": count_answers,
-        "num_wanted": count_wanted,
-        "num_unwanted": count_unwanted,
+        "num_answers": lambda batch: int(_is_there(batch).sum()),
+        "num_wanted": lambda batch: int((_is_there(batch) & batch[IS_WANTED]).sum()),
+        "num_unwanted": lambda batch: int((_is_there(batch) & ~batch[IS_WANTED]).sum()),
     },
     needs_reference=True,
-    needs_kl=_estimates,
+    needs_kl=lambda *, use_kl=True, **others: use_kl,
 )
 def kto(
     logits_BTV: torch.Tensor,
@@ -817,24 +789,29 @@ def format_(
         pattern: regular expression of the whole text, in place of tags; no reward where matching
             takes too long.
     """
+    marks: list[str] = []
     if pattern is None:
-        return [float(rewards.has_tags(text, tags)) for text in completions]
-    found = [rewards.fits(text, pattern) for text in completions]
-    return [None if one is None else float(one) for one in found]
+        marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+        pattern = r"\s*".join(["(?s)", *(f"<{tag}>.*</{tag}>" for tag in map(re.escape, tags)), ""])
+    found: Rewards = []
+    for text in completions:
+        fits = all(text.count(mark) == 1 for mark in marks) and rewards.fits(text, pattern)
+        found.append(None if fits is None else float(fits))
+    return found
 
 
 @reward_register("length", takes_lots=True)
 def length(
     prompts: Texts, completions: Texts, samples: Samples, *, longest: int = 512, margin: int = 128
 ) -> Rewards:
-    """0 for answers that are short enough, falling to -1 for the longest (DAPO).
+    """0 for answers that are short enough, falling to -1 for the longest (DAPO, arXiv 2503.14476).
 
     Args:
         longest: tokens of an answer with reward -1.
         margin: tokens before the longest over which the reward falls from 0.
     """
-    sizes = [int(sample["num_tokens"]) for sample in samples]
-    return [rewards.length_reward(size, longest=longest, margin=margin) for size in sizes]
+    over = [int(sample["num_tokens"]) - (longest - margin) for sample in samples]
+    return [0.0 if n <= 0 else max(-1.0, -n / margin) if margin else -1.0 for n in over]
 
 
 @reward_register("reward_model", takes_lots=True, is_dear=True)

@@ -120,14 +120,6 @@ def right_choice(sample: Sample, *, read: Callable[..., int | None] = parse_choi
     return int(place)
 
 
-def has_tags(completion: str, tags: Sequence[str]) -> bool:
-    """Return whether an answer has exactly these tags, once each, in order, and no other text."""
-    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
-    form = r"\s*".join(f"<{tag}>.*</{tag}>" for tag in map(re.escape, tags))
-    is_once = all(completion.count(mark) == 1 for mark in marks)
-    return is_once and re.fullmatch(form, completion.strip(), re.S) is not None
-
-
 def fits(completion: str, pattern: str) -> bool | None:
     """Return whether the whole answer matches a regular expression; None: it took too long."""
     try:
@@ -138,12 +130,6 @@ def fits(completion: str, pattern: str) -> bool | None:
         raise UserError(
             f"`reward` format: {pattern!r} is not a regular expression ({error}). Correct it."
         ) from error
-
-
-def length_reward(num_tokens: int, *, longest: int, margin: int) -> float:
-    """Return 0 up to `margin` below the longest, then a linear fall to -1 (arXiv 2503.14476)."""
-    over = num_tokens - (longest - margin)
-    return 0.0 if over <= 0 else -1.0 if margin == 0 else max(-1.0, -over / margin)
 
 
 def judged(

@@ -301,10 +301,7 @@ class PromptMaker(StepMaker):
 
 @dataclass(eq=False)
 class PackedStepMaker(StepMaker):
-    """Several samples a row. All replicas make the same number of micro-batches.
-
-    `loss_packed_rows` has the rows of the dataset in a micro-batch; stages do not get it.
-    """
+    """Several samples a row. All replicas make the same number of micro-batches."""
 
     _: KW_ONLY
     capacity: int  # tokens of a row

@@ -74,8 +74,7 @@ class JsonLines(RowsDataset):
     ) -> None:
         path = dataset_folder(dataset_path, name=self.kind)
         check_split(split)
-        self._fields = dict(fields or {})
-        self._group = group
+        self._fields, self._group = dict(fields or {}), group
         self._converter = make_converter(formatting, columns=columns, tags=tags, ranking=ranking)
         self._converts_all = formatting != "auto" or bool(columns) or ranking
         self._replaced = _CONVERTED | set((columns or {}).values())
