@@ -9,11 +9,17 @@ Shapes: B rows, T tokens, V vocabulary; P = B / 2 pairs; G groups of K rows: anc
 negatives. Logits are [B, T, V]; labels [B, T], aligned with the token ids, -100 where unsupervised.
 """
 
+import ast
 import functools
+import json
 import math
+import operator
 import os
 import re
+import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from typing import Any, Literal
 
 import torch
@@ -50,7 +56,6 @@ from stageline.modules.losses import (
 )
 from stageline.tasks import rewards
 from stageline.tasks.answer_text import contains_words, normalize
-from stageline.tasks.calculator import calculated
 
 Figures = dict[str, torch.Tensor]
 Texts = Sequence[str]
@@ -706,6 +711,40 @@ def environment(prompts: Texts, completions: Texts, samples: Samples) -> Rewards
     return [sample.get("environment_reward") for sample in samples]
 
 
+LONGEST = 200  # characters of an expression; results have no more digits than that
+_OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub},
+    **{ast.Mult: operator.mul, ast.Div: operator.truediv},
+}
+
+
+def calculated(text: str) -> str:
+    """Return the value of an expression: whole, or with ten digits.
+
+    Raises:
+        DataError: it is too long, no arithmetic, or divides by zero.
+    """
+    try:
+        if len(text) > LONGEST:
+            raise ValueError(f"more than {LONGEST} characters")
+        value = _value(ast.parse(text.strip(), mode="eval").body)
+        return str(value) if value.denominator == 1 else f"{float(value):.10g}"
+    except (ArithmeticError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        raise DataError(
+            f"{text[:40]!r} cannot be calculated ({error}). Write numbers with + - * / and ()."
+        ) from error
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError(f"{type(node).__name__} is not a number, nor one of + - * /")
+
+
 @environment_register("calculator")
 class Calculator:
     """A calculator that the model calls as <calc>2*(3+4)</calc>; the next turn begins with 14.
@@ -804,7 +843,7 @@ def format_(
 def length(
     prompts: Texts, completions: Texts, samples: Samples, *, longest: int = 512, margin: int = 128
 ) -> Rewards:
-    """0 for answers that are short enough, falling to -1 for the longest (DAPO, arXiv 2503.14476).
+    """0 for answers that are short enough, falling to -1 for the longest (DAPO).
 
     Args:
         longest: tokens of an answer with reward -1.
@@ -844,6 +883,9 @@ def reward_model(
     return model(samples, completions, prompt=prompt, batch_size=batch_size)
 
 
+_OUT_OF_TEN = re.compile(r"\s*(?:/|out of)\s*10\b", re.I)
+
+
 @reward_register("remote", takes_lots=True, is_dear=True)
 def remote(
     prompts: Texts,
@@ -863,6 +905,27 @@ def remote(
         key_variable: environment variable that holds the key, if it needs one.
         seconds: timeout of one judgement, in seconds.
     """
-    key = os.environ.get(key_variable)
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(key_variable):
+        headers["Authorization"] = f"Bearer {key}"
+
+    def ask(prompt: str, completion: str, reference: str) -> float | None:
+        question = (
+            "Rate the answer from 0 (wrong) to 10 (right and complete). Say the number alone.\n\n"
+            f"Question:\n{prompt}\n\nRight answer:\n{reference}\n\nAnswer:\n{completion}"
+        )
+        messages = [{"role": "user", "content": question}]
+        body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 16}
+        address = url.rstrip("/") + "/chat/completions"
+        request = urllib.request.Request(address, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=seconds) as reply:
+            text = json.load(reply)["choices"][0]["message"]["content"]
+        value = rewards.number_in(_OUT_OF_TEN.sub("", str(text)))  # a judge may still write "8/10"
+        return None if value is None else min(max(float(value), 0.0), 10.0) / 10
+
     right = [str(sample.get("answer", "unknown")) for sample in samples]
-    return rewards.judged(url, model, key, prompts, completions, right, seconds=seconds)
+    pool = ThreadPoolExecutor(16)  # requests at a time
+    try:
+        return list(pool.map(ask, prompts, completions, right))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

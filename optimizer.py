@@ -231,13 +231,13 @@ def cosine(*, learning_rate: float, min_lr: float, total_steps: int, **warmup: A
     def rate(progress: float) -> float:
         return min_lr + (learning_rate - min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
-    return _after_warmup(rate, learning_rate, total_steps, **warmup)
+    return _after_warmup(rate, learning_rate, total_steps, None, **warmup)
 
 
 @lr_scheduler_register("constant")
 def constant(*, learning_rate: float, min_lr: float, total_steps: int, **warmup: Any) -> Rate:
     """Linear warm-up, then `learning_rate` to the end."""
-    return _after_warmup(lambda progress: learning_rate, learning_rate, total_steps, **warmup)
+    return _after_warmup(lambda progress: learning_rate, learning_rate, total_steps, None, **warmup)
 
 
 @lr_scheduler_register("linear")
@@ -247,7 +247,7 @@ def linear(*, learning_rate: float, min_lr: float, total_steps: int, **warmup: A
     def rate(progress: float) -> float:
         return learning_rate + (min_lr - learning_rate) * progress
 
-    return _after_warmup(rate, learning_rate, total_steps, **warmup)
+    return _after_warmup(rate, learning_rate, total_steps, None, **warmup)
 
 
 @lr_scheduler_register("wsd")
@@ -283,18 +283,18 @@ def wsd(
     def rate(progress: float) -> float:
         return min_lr + (learning_rate - min_lr) * left(progress) if progress else learning_rate
 
-    return _after_warmup(
-        rate, learning_rate, total_steps, warmup_steps, warmup_start_lr, falling=falling
-    )
+    start: dict[str, Any] = {"warmup_steps": warmup_steps, "warmup_start_lr": warmup_start_lr}
+    return _after_warmup(rate, learning_rate, total_steps, falling, **start)
 
 
 def _after_warmup(
     rate: Callable[[float], float],
     learning_rate: float,
     total_steps: int,
+    falling: int | None,
+    *,
     warmup_steps: int,
     warmup_start_lr: float,
-    falling: int | None = None,
 ) -> Rate:
     """Return a schedule with a linear warm-up, then the rate by the progress, 0 to 1, of the fall.
 

@@ -1,10 +1,7 @@
 """Score one answer, for the built-in rewards. Plain texts and numbers; no text is executed."""
 
-import json
 import re
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -23,7 +20,6 @@ _NUMBER = re.compile(
     r"(?:e[-+]?\d{1,3})?(?:/\d{1,40})?(?:[ \xa0]?\\?(%))?",
     re.I,
 )
-_OUT_OF_TEN = re.compile(r"\s*(?:/|out of)\s*10\b", re.I)
 PATTERN_SECONDS = 0.2  # timeout of a pattern: its search in a long answer could take hours
 
 
@@ -130,37 +126,3 @@ def fits(completion: str, pattern: str) -> bool | None:
         raise UserError(
             f"`reward` format: {pattern!r} is not a regular expression ({error}). Correct it."
         ) from error
-
-
-def judged(
-    url: str, model: str, key: str | None, *rows: Sequence[str], seconds: float, most: int = 16
-) -> list[float | None]:
-    """Return the scores of a judge behind an OpenAI-style API, from 0 to 1; None: no number.
-
-    Args:
-        rows: prompts, completions and right answers.
-        most: requests at a time.
-    """
-    headers = {"Content-Type": "application/json"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-
-    def ask(prompt: str, completion: str, reference: str) -> float | None:
-        question = (
-            "Rate the answer from 0 (wrong) to 10 (right and complete). Say the number alone.\n\n"
-            f"Question:\n{prompt}\n\nRight answer:\n{reference}\n\nAnswer:\n{completion}"
-        )
-        messages = [{"role": "user", "content": question}]
-        body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 16}
-        address = url.rstrip("/") + "/chat/completions"
-        request = urllib.request.Request(address, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=seconds) as reply:
-            text = json.load(reply)["choices"][0]["message"]["content"]
-        value = number_in(_OUT_OF_TEN.sub("", str(text)))  # a judge may still write "8/10"
-        return None if value is None else min(max(float(value), 0.0), 10.0) / 10
-
-    pool = ThreadPoolExecutor(most)
-    try:
-        return list(pool.map(ask, *rows))
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
