@@ -56,7 +56,6 @@ from stageline.errors import DataError, UserError
 from stageline.model_folder import files_fingerprint, load_config
 from stageline.modules.new_rows import NewRows, vocab_size_of
 from stageline.pipeline.schedules import Schedule
-from stageline.training.distillation import check_vocabulary_sizes
 from stageline.training.turns import OpenedRows
 
 
@@ -326,7 +325,12 @@ def check_data(config: TrainArguments) -> Data:
         check_vocabulary(data.processor, data.vocab_size)
     if run.teacher.path is not None:
         teacher = load_config(run.teacher.path, trust_remote_code=run.trust_remote_code)
-        check_vocabulary_sizes(data.vocab_size, vocab_size_of(teacher), run.teacher.path)
+        if vocab_size_of(teacher) != data.vocab_size:
+            raise UserError(
+                f"the teacher {run.teacher.path} has a vocabulary of {vocab_size_of(teacher)} "
+                f"tokens, the model that trains {data.vocab_size}. Use a teacher of the same "
+                "family and vocabulary size."
+            )
     data.collate = CheckedCollate(data.collate, data.vocab_size)
     if data.knows_rows:
         data.train = check_rows(config, data, data.train, "train data")

@@ -13,10 +13,9 @@ from typing import Literal
 
 import torch
 
-from stageline.contracts import IGNORE
 from stageline.errors import UserError
 from stageline.modules.chunked_loss import ChunkedLogits
-from stageline.modules.losses import at_least_float32, given, next_labels, token_losses
+from stageline.modules.losses import IGNORE, at_least_float32, given, next_labels, token_losses
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"]
 Level = Literal["token", "sequence"]

@@ -284,12 +284,3 @@ class OwnAnswers:
                 if name == "loss_rows":  # some rows only fill up
                     batch["labels"] = batch["labels"].masked_fill(batch[name][:, None] < 0, IGNORE)
             yield batches
-
-
-def check_vocabulary_sizes(student: int | None, teacher: int | None, path: str) -> None:
-    """Refuse a teacher whose distributions are over another number of tokens."""
-    if student != teacher:
-        raise UserError(
-            f"the teacher {path} has a vocabulary of {teacher} tokens, the model that trains "
-            f"{student}. Use a teacher of the same family and vocabulary size."
-        )
