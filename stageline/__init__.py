@@ -9,7 +9,6 @@ from typing import Any
 
 _HOMES = {
     "CausalLMStage": "stages.causal_lm",
-    "FOLDERS": "training.folders",
     "MicroBatchLoader": "data.batches.loader",
     "Ownership": "training.grad_norm",
     "PipelineRunner": "pipeline.runner",
@@ -21,6 +20,7 @@ _HOMES = {
     "VisionLanguageStage": "stages.vision_language",
     "distributed_context": "distributed.process_group",
     "evaluate": "training.evaluation",
+    "folder_loader": "training.folders",
     "launch_if_needed": "distributed.launch",
     "load_split_model": "checkpoint.load",
     "make_schedule": "pipeline.schedules",

@@ -34,7 +34,7 @@ def default_loader() -> Loader:
     """Return the loader for callers that give none; the front of the package names it."""
     import stageline
 
-    return stageline.FOLDERS
+    return stageline.folder_loader()
 
 
 class Stage(nn.Module):

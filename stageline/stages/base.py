@@ -374,7 +374,7 @@ class StageModel(Stage):
             new_rows: tokens that the tokenizer got for this run.
             neftune_alpha: noise on the embeddings in training; 0: none.
             methods: `Methods`, or what `Methods.of` takes.
-            loader: reads the folders; None: `stageline.FOLDERS`.
+            loader: reads the folders; None: `stageline.folder_loader()`.
 
         Returns:
             The stage on `device`, the processor, and the id of the padding token.

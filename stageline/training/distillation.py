@@ -42,15 +42,12 @@ from stageline.training.step import StepProgress
 
 # logits [N, V], or log-probabilities [N, K] of the tokens with these ids [N, K]
 Distributions = tuple[torch.Tensor, torch.Tensor | None]
+# micro-batches -> the distributions of each, where the last stage is
 TeacherSource = Callable[[Sequence[MicroBatch]], list[Distributions]]
 
 
 class Teacher:
-    """Prepares micro-batches for the loss; every rank of a pipeline calls it with the same ones.
-
-    Args:
-        source: gives the distributions of each micro-batch where the last stage is.
-    """
+    """Prepares micro-batches for the loss; every rank of a pipeline calls it with the same ones."""
 
     def __init__(self, runner: PipelineRunner, source: TeacherSource) -> None:
         self.runner, self.source = runner, source

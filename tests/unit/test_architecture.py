@@ -51,7 +51,7 @@ ROOT_ARROWS = {
 }
 # the loader of stages: the front of the package names it, and stage.py hands it to those that may
 # not import the folders that it reads with
-LOADER = ("stageline/stage.py", "stageline.FOLDERS")
+LOADER = ("stageline/stage.py", "stageline.folder_loader")
 # the installed command: the only file of the package that knows of the files next to it
 COMMAND_DOOR = "stageline/__main__.py"
 LOW = {"modules", "data"}
@@ -176,11 +176,11 @@ def test_every_root_file_and_every_room_has_its_place_in_the_tables():
         ("stageline/training/a.py", "from tests.helpers.ranks import run_ranks"),
         ("stageline/stages/a.py", "from stageline.checkpoint.load import load_split_model"),
         ("stageline/stages/a.py", "from stageline import load_split_model"),
-        ("stageline/stages/a.py", "import stageline\nstageline.FOLDERS.fill"),
+        ("stageline/stages/a.py", "import stageline\nstageline.folder_loader"),
         ("stageline/stages/a.py", "from stageline.data.text import processor"),
         ("stageline/checkpoint/a.py", "from ..data.text.chat import stop_ids_with"),
         ("metric.py", "from examples.spatial.answers import parse_choice"),
-        ("stageline/errors.py", "import stageline\nstageline.FOLDERS"),
+        ("stageline/errors.py", "import stageline\nstageline.folder_loader"),
         ("stageline/errors.py", "from stageline.data import rendered"),
     ],
 )

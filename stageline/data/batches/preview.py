@@ -58,7 +58,8 @@ def preview(
         print(f"-- sample {number + 1} of {count}: {name}", file=stream)
         text = paint(shown, tokenizer) if has_colour else bracket(shown, tokenizer)
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
-    print(f"-- in {'colour' if has_colour else '[[ ]]'} is learnt", file=stream, flush=True)
+    how = "in colour is learnt" if has_colour else "in [[ ]] is learnt"
+    print(f"-- {how}", file=stream, flush=True)
 
 
 def samples_of(loader: MicroBatchLoader) -> Iterator[Shown]:
