@@ -9,10 +9,17 @@ Shapes: B rows, T tokens, V vocabulary; P = B / 2 pairs; G groups of K rows: anc
 negatives. Logits are [B, T, V]; labels [B, T], aligned with the token ids, -100 where unsupervised.
 """
 
+import ast
 import functools
+import json
 import math
+import operator
 import os
+import re
+import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from typing import Any, Literal
 
 import torch
@@ -49,7 +56,6 @@ from stageline.modules.losses import (
 )
 from stageline.tasks import rewards
 from stageline.tasks.answer_text import contains_words, normalize
-from stageline.tasks.calculator import calculated
 
 Figures = dict[str, torch.Tensor]
 Texts = Sequence[str]
@@ -176,21 +182,11 @@ def next_marks(micro_batch: MicroBatch) -> torch.Tensor:
     return marks_BT & (next_labels(micro_batch) != IGNORE)
 
 
-def count_marked(micro_batch: MicroBatch) -> int:
-    """Return the number of marked tokens in the loss of a micro-batch."""
-    return int(next_marks(micro_batch).sum())
-
-
 def compared_groups(micro_batch: MicroBatch) -> torch.Tensor:
     """Return whether each group is compared, [G]: not padding, not one with a dropped sample."""
     has_target_B = (next_labels(micro_batch) != IGNORE).any(dim=1)
     groups_B = given(micro_batch, "loss_groups", CONTRASTIVE)
     return has_target_B.view(int(groups_B[-1]) + 1, -1).all(dim=1)
-
-
-def count_groups(micro_batch: MicroBatch) -> int:
-    """Return the number of compared groups of a micro-batch: each sample has a target."""
-    return int(compared_groups(micro_batch).sum())
 
 
 def representations(logits_BTV: torch.Tensor, on_host: MicroBatch) -> torch.Tensor:
@@ -255,7 +251,13 @@ def warm_up(step: int, *, start_step: int, warmup_steps: int) -> float:
     return 1.0 if warmup_steps == 0 else min(1.0, (step - start_step) / warmup_steps)
 
 
-@loss_fn_register("contrastive", counts={"num_marked": count_marked, "num_groups": count_groups})
+@loss_fn_register(
+    "contrastive",
+    counts={
+        "num_marked": lambda batch: int(next_marks(batch).sum()),
+        "num_groups": lambda batch: int(compared_groups(batch).sum()),
+    },
+)
 def contrastive(
     logits_BTV: torch.Tensor,
     micro_batch: MicroBatch,
@@ -355,11 +357,6 @@ def count_pairs(micro_batch: MicroBatch) -> int:
     return int(is_there[::2].sum())
 
 
-def count_chosen(micro_batch: MicroBatch) -> int:
-    """Return the number of supervised tokens of the chosen answers."""
-    return int(row_lengths(micro_batch["labels"])[::2].sum())
-
-
 def _pair_losses(
     kind: str,
     ratios_B: torch.Tensor,
@@ -415,7 +412,10 @@ def _compares(
 
 @loss_fn_register(
     "dpo",
-    counts={"num_pairs": count_pairs, "num_chosen": count_chosen},
+    counts={
+        "num_pairs": count_pairs,
+        "num_chosen": lambda batch: int(row_lengths(batch["labels"])[::2].sum()),
+    },
     needs_reference=_compares,
 )
 def dpo(
@@ -497,38 +497,15 @@ def _is_there(micro_batch: MicroBatch) -> torch.Tensor:
     return row_lengths(micro_batch["labels"]) > 0
 
 
-def count_answers(micro_batch: MicroBatch) -> int:
-    """Return the number of rows with targets.
-
-    Raises:
-        UserError: the collate part does not say which are wanted.
-    """
-    return int(_is_there(micro_batch).sum())
-
-
-def count_wanted(micro_batch: MicroBatch) -> int:
-    """Return the number of desirable answers."""
-    return int((_is_there(micro_batch) & micro_batch[IS_WANTED]).sum())
-
-
-def count_unwanted(micro_batch: MicroBatch) -> int:
-    """Return the number of undesirable answers."""
-    return int((_is_there(micro_batch) & ~micro_batch[IS_WANTED]).sum())
-
-
-def _estimates(*, use_kl: bool = True, **others: object) -> bool:
-    return use_kl
-
-
 @loss_fn_register(
     "kto",
     counts={
-        "num_answers": count_answers,
-        "num_wanted": count_wanted,
-        "num_unwanted": count_unwanted,
+        "num_answers": lambda batch: int(_is_there(batch).sum()),
+        "num_wanted": lambda batch: int((_is_there(batch) & batch[IS_WANTED]).sum()),
+        "num_unwanted": lambda batch: int((_is_there(batch) & ~batch[IS_WANTED]).sum()),
     },
     needs_reference=True,
-    needs_kl=_estimates,
+    needs_kl=lambda *, use_kl=True, **others: use_kl,
 )
 def kto(
     logits_BTV: torch.Tensor,
@@ -734,6 +711,40 @@ def environment(prompts: Texts, completions: Texts, samples: Samples) -> Rewards
     return [sample.get("environment_reward") for sample in samples]
 
 
+LONGEST = 200  # characters of an expression; results have no more digits than that
+_OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub},
+    **{ast.Mult: operator.mul, ast.Div: operator.truediv},
+}
+
+
+def calculated(text: str) -> str:
+    """Return the value of an expression: whole, or with ten digits.
+
+    Raises:
+        DataError: it is too long, no arithmetic, or divides by zero.
+    """
+    try:
+        if len(text) > LONGEST:
+            raise ValueError(f"more than {LONGEST} characters")
+        value = _value(ast.parse(text.strip(), mode="eval").body)
+        return str(value) if value.denominator == 1 else f"{float(value):.10g}"
+    except (ArithmeticError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        raise DataError(
+            f"{text[:40]!r} cannot be calculated ({error}). Write numbers with + - * / and ()."
+        ) from error
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError(f"{type(node).__name__} is not a number, nor one of + - * /")
+
+
 @environment_register("calculator")
 class Calculator:
     """A calculator that the model calls as <calc>2*(3+4)</calc>; the next turn begins with 14.
@@ -817,10 +828,15 @@ def format_(
         pattern: regular expression of the whole text, in place of tags; no reward where matching
             takes too long.
     """
+    marks: list[str] = []
     if pattern is None:
-        return [float(rewards.has_tags(text, tags)) for text in completions]
-    found = [rewards.fits(text, pattern) for text in completions]
-    return [None if one is None else float(one) for one in found]
+        marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+        pattern = r"\s*".join(["(?s)", *(f"<{tag}>.*</{tag}>" for tag in map(re.escape, tags)), ""])
+    found: Rewards = []
+    for text in completions:
+        fits = all(text.count(mark) == 1 for mark in marks) and rewards.fits(text, pattern)
+        found.append(None if fits is None else float(fits))
+    return found
 
 
 @reward_register("length", takes_lots=True)
@@ -833,8 +849,8 @@ def length(
         longest: tokens of an answer with reward -1.
         margin: tokens before the longest over which the reward falls from 0.
     """
-    sizes = [int(sample["num_tokens"]) for sample in samples]
-    return [rewards.length_reward(size, longest=longest, margin=margin) for size in sizes]
+    over = [int(sample["num_tokens"]) - (longest - margin) for sample in samples]
+    return [0.0 if n <= 0 else max(-1.0, -n / margin) if margin else -1.0 for n in over]
 
 
 @reward_register("reward_model", takes_lots=True, is_dear=True)
@@ -867,6 +883,9 @@ def reward_model(
     return model(samples, completions, prompt=prompt, batch_size=batch_size)
 
 
+_OUT_OF_TEN = re.compile(r"\s*(?:/|out of)\s*10\b", re.I)
+
+
 @reward_register("remote", takes_lots=True, is_dear=True)
 def remote(
     prompts: Texts,
@@ -886,6 +905,27 @@ def remote(
         key_variable: environment variable that holds the key, if it needs one.
         seconds: timeout of one judgement, in seconds.
     """
-    key = os.environ.get(key_variable)
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(key_variable):
+        headers["Authorization"] = f"Bearer {key}"
+
+    def ask(prompt: str, completion: str, reference: str) -> float | None:
+        question = (
+            "Rate the answer from 0 (wrong) to 10 (right and complete). Say the number alone.\n\n"
+            f"Question:\n{prompt}\n\nRight answer:\n{reference}\n\nAnswer:\n{completion}"
+        )
+        messages = [{"role": "user", "content": question}]
+        body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 16}
+        address = url.rstrip("/") + "/chat/completions"
+        request = urllib.request.Request(address, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=seconds) as reply:
+            text = json.load(reply)["choices"][0]["message"]["content"]
+        value = rewards.number_in(_OUT_OF_TEN.sub("", str(text)))  # a judge may still write "8/10"
+        return None if value is None else min(max(float(value), 0.0), 10.0) / 10
+
     right = [str(sample.get("answer", "unknown")) for sample in samples]
-    return rewards.judged(url, model, key, prompts, completions, right, seconds=seconds)
+    pool = ThreadPoolExecutor(16)  # requests at a time
+    try:
+        return list(pool.map(ask, prompts, completions, right))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

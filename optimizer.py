@@ -207,74 +207,47 @@ def muon(
             wte, wpe, head, score.
         beta1, beta2, eps: of AdamW.
     """
+    shared = {"lr": learning_rate, "weight_decay": weight_decay}
     default = ["embed", "wte", "wpe", "head", "score"]
     return MuonWithAdamW(
         param_groups,
         adamw_names=default if adamw_names is None else adamw_names,
         muon={
-            "lr": learning_rate,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
+            **shared,
+            **{"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps},
             "adjust_lr_fn": adjust,
         },
-        adamw={
-            "lr": learning_rate,
-            "weight_decay": weight_decay,
-            "betas": (beta1, beta2),
-            "eps": eps,
-        },
+        adamw={**shared, "betas": (beta1, beta2), "eps": eps},
     )
 
 
+Rate = Callable[[int], float]  # step -> learning rate
+
+
 @lr_scheduler_register("cosine")
-def cosine(
-    *,
-    learning_rate: float,
-    min_lr: float,
-    warmup_steps: int,
-    warmup_start_lr: float,
-    total_steps: int,
-) -> Callable[[int], float]:
+def cosine(*, learning_rate: float, min_lr: float, total_steps: int, **warmup: Any) -> Rate:
     """Linear warm-up, then half a cosine down to `min_lr` at `total_steps`."""
 
-    def decayed(step: int) -> float:
-        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    def rate(progress: float) -> float:
         return min_lr + (learning_rate - min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
-    return _after_warmup(decayed, learning_rate, warmup_steps, warmup_start_lr)
+    return _after_warmup(rate, learning_rate, total_steps, None, **warmup)
 
 
 @lr_scheduler_register("constant")
-def constant(
-    *,
-    learning_rate: float,
-    min_lr: float,
-    warmup_steps: int,
-    warmup_start_lr: float,
-    total_steps: int,
-) -> Callable[[int], float]:
+def constant(*, learning_rate: float, min_lr: float, total_steps: int, **warmup: Any) -> Rate:
     """Linear warm-up, then `learning_rate` to the end."""
-    return _after_warmup(lambda step: learning_rate, learning_rate, warmup_steps, warmup_start_lr)
+    return _after_warmup(lambda progress: learning_rate, learning_rate, total_steps, None, **warmup)
 
 
 @lr_scheduler_register("linear")
-def linear(
-    *,
-    learning_rate: float,
-    min_lr: float,
-    warmup_steps: int,
-    warmup_start_lr: float,
-    total_steps: int,
-) -> Callable[[int], float]:
+def linear(*, learning_rate: float, min_lr: float, total_steps: int, **warmup: Any) -> Rate:
     """Linear warm-up, then a straight line down to `min_lr` at `total_steps`."""
 
-    def decayed(step: int) -> float:
-        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    def rate(progress: float) -> float:
         return learning_rate + (min_lr - learning_rate) * progress
 
-    return _after_warmup(decayed, learning_rate, warmup_steps, warmup_start_lr)
+    return _after_warmup(rate, learning_rate, total_steps, None, **warmup)
 
 
 @lr_scheduler_register("wsd")
@@ -287,7 +260,7 @@ def wsd(
     total_steps: int,
     decay: float = 0.2,
     shape: Literal["linear", "cosine", "sqrt"] = "linear",
-) -> Callable[[int], float]:
+) -> Rate:
     """Warm-up, stable, decay (Hu et al. 2024, arXiv 2404.06395), down to `min_lr`.
 
     Args:
@@ -307,23 +280,32 @@ def wsd(
         "sqrt": lambda progress: 1.0 - math.sqrt(progress),
     }[shape]
 
-    def stable_or_falling(step: int) -> float:
-        progress = min(1.0, (step - (total_steps - falling)) / max(1, falling))
-        return (
-            learning_rate if progress <= 0 else min_lr + (learning_rate - min_lr) * left(progress)
-        )
+    def rate(progress: float) -> float:
+        return min_lr + (learning_rate - min_lr) * left(progress) if progress else learning_rate
 
-    return _after_warmup(stable_or_falling, learning_rate, warmup_steps, warmup_start_lr)
+    start: dict[str, Any] = {"warmup_steps": warmup_steps, "warmup_start_lr": warmup_start_lr}
+    return _after_warmup(rate, learning_rate, total_steps, falling, **start)
 
 
 def _after_warmup(
-    rate: Callable[[int], float], learning_rate: float, warmup_steps: int, start: float
-) -> Callable[[int], float]:
-    """Return a schedule with a linear warm-up from `start`, which then follows `rate`."""
+    rate: Callable[[float], float],
+    learning_rate: float,
+    total_steps: int,
+    falling: int | None,
+    *,
+    warmup_steps: int,
+    warmup_start_lr: float,
+) -> Rate:
+    """Return a schedule with a linear warm-up, then the rate by the progress, 0 to 1, of the fall.
+
+    Args:
+        falling: last steps in which the rate falls; None: all after the warm-up.
+    """
+    first = warmup_steps if falling is None else total_steps - falling
 
     def with_warmup(step: int) -> float:
         if step < warmup_steps:
-            return start + (learning_rate - start) * step / warmup_steps
-        return rate(step)
+            return warmup_start_lr + (learning_rate - warmup_start_lr) * step / warmup_steps
+        return rate(max(0.0, min(1.0, (step - first) / max(1, total_steps - first))))
 
     return with_warmup

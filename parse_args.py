@@ -116,9 +116,6 @@ class Arguments(Generic[Run]):
 TrainArguments: TypeAlias = Arguments[train.RunConfig]
 EvaluateArguments: TypeAlias = Arguments[answer.EvaluateConfig]
 CheckArguments: TypeAlias = Arguments[train.CheckConfig]
-InferArguments: TypeAlias = Arguments[answer.InferConfig]
-ChatArguments: TypeAlias = Arguments[answer.ChatConfig]
-ServeArguments: TypeAlias = Arguments[serve.ServeConfig]
 
 
 @dataclass(frozen=True)
@@ -172,17 +169,37 @@ def _settled(arguments: Arguments[Any]) -> Arguments[Any]:
     return replace(arguments, run=run)
 
 
-def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
-    """Read the options of an evaluation; raises as `parse_train_args` does."""
-    keys = functools.partial(answer.with_engine_keys, EVALUATE_KEYS)
-    arguments = read_arguments(argv, answer.EvaluateConfig, keys=keys, listed=TEST_SPLIT)
-    answer.check_engine(arguments.run)
-    model.adapter_arguments(arguments.run)
-    answer.device_memory(arguments.run)
-    return arguments
+def _command(
+    config: type, keys: Any, *checks: Callable[[Any], object], **reading: Any
+) -> Callable[..., Arguments[Any]]:
+    """Return the function that reads the options of a command and checks them.
+
+    It raises as `parse_train_args` does.
+    """
+
+    def parse(argv: Sequence[str] | None = None) -> Arguments[Any]:
+        arguments = read_arguments(argv, config, keys=keys, **reading)
+        for check in checks:
+            check(arguments.run)
+        return arguments
+
+    return parse
 
 
-def parse_infer_args(argv: Sequence[str] | None = None) -> InferArguments:
+parse_evaluate_args = _command(
+    answer.EvaluateConfig,
+    functools.partial(answer.with_engine_keys, EVALUATE_KEYS),
+    *(answer.check_engine, model.adapter_arguments, answer.device_memory),
+    listed=TEST_SPLIT,
+)
+parse_chat_args = _command(answer.ChatConfig, CHAT_KEYS, answer.device_memory)
+parse_lm_eval_args = _command(answer.LmEvalConfig, {}, answer.check_has_model)
+_SERVE_CHECKS = (answer.check_has_model, serve.check_certificate, serve.named_adapters)
+parse_serve_args = _command(serve.ServeConfig, SERVE_KEYS, *_SERVE_CHECKS)
+parse_export_args = _command(export.ExportConfig, {}, export.shard_bytes)
+
+
+def parse_infer_args(argv: Sequence[str] | None = None) -> Arguments[answer.InferConfig]:
     """Read the options of a run that answers; raises as `parse_train_args` does."""
 
     def keys(given: Mapping[str, Given]) -> Keys:
@@ -195,36 +212,6 @@ def parse_infer_args(argv: Sequence[str] | None = None) -> InferArguments:
     answer.device_memory(arguments.run)
     answer.check_engine(arguments.run)
     answer.check_prompts(arguments.run, has_dataset="dataset" in arguments.parts)
-    return arguments
-
-
-def parse_chat_args(argv: Sequence[str] | None = None) -> ChatArguments:
-    """Read the options of a chat; raises as `parse_train_args` does."""
-    arguments = read_arguments(argv, answer.ChatConfig, keys=CHAT_KEYS)
-    answer.device_memory(arguments.run)
-    return arguments
-
-
-def parse_lm_eval_args(argv: Sequence[str] | None = None) -> Arguments[answer.LmEvalConfig]:
-    """Read the options of lm_eval; raises as `parse_train_args` does."""
-    arguments = read_arguments(argv, answer.LmEvalConfig, keys={})
-    answer.check_has_model(arguments.run)
-    return arguments
-
-
-def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
-    """Read the options of a server; raises as `parse_train_args` does."""
-    arguments = read_arguments(argv, serve.ServeConfig, keys=SERVE_KEYS)
-    answer.check_has_model(arguments.run)
-    serve.check_certificate(arguments.run)
-    serve.named_adapters(arguments.run)
-    return arguments
-
-
-def parse_export_args(argv: Sequence[str] | None = None) -> Arguments[export.ExportConfig]:
-    """Read the options of an export; raises as `parse_train_args` does."""
-    arguments = read_arguments(argv, export.ExportConfig, keys={})
-    export.shard_bytes(arguments.run)
     return arguments
 
 

@@ -33,16 +33,8 @@ from typing import Any, dataclass_transform
 
 ROOT = Path(__file__).resolve().parent
 SHELF = (
-    "models",
-    "train_model",
-    "prompt",
-    "prompt_fn",
-    "dataset",
-    "loss_fn",
-    "optimizer",
-    "metric",
-    "tracker",
-    "corpus_parts",
+    *("models", "train_model", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer"),
+    *("metric", "tracker", "corpus_parts"),
 )
 ENTRY_POINT_GROUP = "stageline.parts"
 

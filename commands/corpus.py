@@ -18,7 +18,7 @@ import signal
 import sys
 import textwrap
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -405,14 +405,5 @@ def position_in(path: Path) -> dict[str, int]:
     return position
 
 
-ACTIONS: dict[str, Callable[[CorpusArguments], None]] = {
-    "write": write,
-    "read": read,
-    "merge": merge,
-    "remove": remove,
-    "find-trained": find_trained,
-    "stats": stats,
-    "verify": verify,
-    "pack": pack,
-    "convert": convert,
-}
+_ALL = (write, read, merge, remove, find_trained, stats, verify, pack, convert)
+ACTIONS = {action.__name__.replace("_", "-"): action for action in _ALL}

@@ -27,11 +27,22 @@ from stageline.data.text.chat_template import template_of
 from stageline.data.text.processor import get_tokenizer, load_processor
 from stageline.device import available_memory
 from stageline.distributed.failure import name_stages
-from stageline.distributed.process_group import distributed_context, wait_for_weights
+from stageline.distributed.process_group import (
+    DistributedContext,
+    distributed_context,
+    wait_for_weights,
+)
 from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.hub import title_of
-from stageline.inference.decoding.chain import Chain, LocalChain, RankChain, follow, make_wire
+from stageline.inference.decoding.chain import (
+    Chain,
+    LocalChain,
+    RankChain,
+    Wire,
+    follow,
+    make_wire,
+)
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.scheduler import Limits
@@ -140,6 +151,14 @@ class AnsweringModel:
         return found
 
 
+def wire_of(context: DistributedContext) -> Wire | None:
+    """Return the wire of this process's pipeline; None: it is the only one of it."""
+    if context.num_ranks == 1:
+        return None
+    ranks = {"num_stages": context.num_ranks, "num_replicas": context.num_replicas}
+    return make_wire(context.rank, **ranks, device=context.device)
+
+
 @dataclass(frozen=True)
 class Decoding:
     """An engine, with the processor and the config of its model."""
@@ -206,13 +225,7 @@ def open_decoding(
         )
 
         chain: Chain = LocalChain([decoder])
-        if context.num_ranks > 1:
-            wire = make_wire(
-                context.rank,
-                num_stages=context.num_ranks,
-                num_replicas=context.num_replicas,
-                device=context.device,
-            )
+        if (wire := wire_of(context)) is not None:
             if context.pp_rank > 0:
                 follow(decoder, wire, num_stages=context.num_ranks)
                 yield None

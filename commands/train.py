@@ -28,13 +28,7 @@ if TYPE_CHECKING:
     from commands.train_data import Data
 
 SHELF = (
-    "train_model",
-    "prompt",
-    "prompt_fn",
-    "dataset",
-    "loss_fn",
-    "metric",
-    "optimizer",
+    *("train_model", "prompt", "prompt_fn", "dataset", "loss_fn", "metric", "optimizer"),
     "tracker",
 )
 
@@ -169,9 +163,24 @@ def torch(config: RunPlan, data: "Data") -> int:
 
 def streaming_topology(config: TrainArguments) -> Topology:
     """Return one process with all stages, by default a decoder layer each."""
-    from commands.train_engines import streaming_topology
+    from stageline.model_folder import load_config
+    from stageline.streaming.runner import streaming_schedule
 
-    return streaming_topology(config)
+    run = config.run
+    num_stages = run.num_stages
+    if num_stages is None:
+        path, model_config = run.config_path or run.model_path, None
+        if path is not None:
+            model_config = load_config(path, trust_remote_code=run.trust_remote_code)
+            model_config = model_config.get_text_config(decoder=True)
+        num_layers = getattr(model_config, "num_hidden_layers", None)
+        if num_layers is None:
+            raise UserError(
+                f"{path or 'no --model-path'} gives no number of decoder layers for --engine "
+                "streaming. Give --num-stages."
+            )
+        num_stages = num_layers + run.vision_stages
+    return Topology(streaming_schedule(num_stages), dp_degree=1)
 
 
 @engine_register("streaming", topology=streaming_topology)

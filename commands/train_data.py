@@ -56,7 +56,6 @@ from stageline.errors import DataError, UserError
 from stageline.model_folder import files_fingerprint, load_config
 from stageline.modules.new_rows import NewRows, vocab_size_of
 from stageline.pipeline.schedules import Schedule
-from stageline.training.distillation import check_vocabulary_sizes
 from stageline.training.turns import OpenedRows
 
 
@@ -177,10 +176,9 @@ def add_tokens(config: TrainArguments, processor: Any, path: str) -> NewTokens |
         return None
     model_config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
     num_rows = num_rows_of(run, model_config)
-    other = processor_of_weights(
-        run.model_path if is_other else None, trust_remote_code=run.trust_remote_code
-    )
-    tokens = None
+    tokens, other = None, None
+    if is_other and run.model_path:
+        other = processor_of_weights(run.model_path, trust_remote_code=run.trust_remote_code)
     if run.vocab.new_tokens:
         # tokens beyond the embedding have no start value, unless --vocab.resize adds rows
         if num_rows is not None and not run.vocab.resize:
@@ -327,7 +325,12 @@ def check_data(config: TrainArguments) -> Data:
         check_vocabulary(data.processor, data.vocab_size)
     if run.teacher.path is not None:
         teacher = load_config(run.teacher.path, trust_remote_code=run.trust_remote_code)
-        check_vocabulary_sizes(data.vocab_size, vocab_size_of(teacher), run.teacher.path)
+        if vocab_size_of(teacher) != data.vocab_size:
+            raise UserError(
+                f"the teacher {run.teacher.path} has a vocabulary of {vocab_size_of(teacher)} "
+                f"tokens, the model that trains {data.vocab_size}. Use a teacher of the same "
+                "family and vocabulary size."
+            )
     data.collate = CheckedCollate(data.collate, data.vocab_size)
     if data.knows_rows:
         data.train = check_rows(config, data, data.train, "train data")
@@ -476,18 +479,9 @@ def show_samples(config: TrainArguments, data: Data, schedule: Schedule) -> None
 
 def without_processes(num_replicas: int) -> DistributedContext:
     """Return what the first process of a run is told, where no others are connected."""
-    nobody: Any = None
-    return DistributedContext(
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        num_replicas=num_replicas,
-        dp_rank=0,
-        num_ranks=1,
-        pp_rank=0,
-        mesh=nobody,
-        device=torch.device("cpu"),
-    )
+    none: dict[str, Any] = dict.fromkeys(("rank", "local_rank", "dp_rank", "pp_rank"), 0)
+    one: dict[str, Any] = {"world_size": 1, "num_ranks": 1, "mesh": None}
+    return DistributedContext(**none, **one, num_replicas=num_replicas, device=torch.device("cpu"))
 
 
 def make_loader(

@@ -32,14 +32,12 @@ from stageline.distributed.process_group import (
     distributed_context,
 )
 from stageline.errors import UserError
-from stageline.model_folder import load_config
 from stageline.pipeline.runner import PipelineRunner
-from stageline.pipeline.topology import Topology
 from stageline.planner.estimate import device_capacity
 from stageline.stage import Stage
 from stageline.streaming.host_weights import check_host_memory, host_bytes
 from stageline.streaming.lanes import Lane
-from stageline.streaming.runner import StreamingRunner, even_plan, streaming_schedule
+from stageline.streaming.runner import StreamingRunner, even_plan
 from stageline.training.memory import MemoryAccount
 from stageline.training.trainer import Trainer
 
@@ -131,25 +129,6 @@ def answering_remedies(run: Any) -> list[str]:
         f"a smaller --rollouts.{name} (now {given[name]})" for name in names if given[name] > 1
     ]
     return [*found, f"more --num-stages (now {run.num_stages})"]
-
-
-def streaming_topology(config: TrainArguments) -> Topology:
-    """Return one process with all stages, by default a decoder layer each."""
-    run = config.run
-    num_stages = run.num_stages
-    if num_stages is None:
-        path, model_config = run.config_path or run.model_path, None
-        if path is not None:
-            model_config = load_config(path, trust_remote_code=run.trust_remote_code)
-            model_config = model_config.get_text_config(decoder=True)
-        num_layers = getattr(model_config, "num_hidden_layers", None)
-        if num_layers is None:
-            raise UserError(
-                f"{path or 'no --model-path'} gives no number of decoder layers for --engine "
-                "streaming. Give --num-stages."
-            )
-        num_stages = num_layers + run.vision_stages
-    return Topology(streaming_schedule(num_stages), dp_degree=1)
 
 
 def make_streaming_runner(

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import Subset
 
 from commands import say
+from commands.decode_run import wire_of
 from commands.stages import StageBuilder, dtype_of, family_key
 from commands.train import RunPlan
 from commands.train_data import (
@@ -61,7 +62,6 @@ from stageline.evaluation.report import (
     wilson_interval,
 )
 from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
-from stageline.inference.decoding.chain import make_wire
 from stageline.inference.decoding.request import Sampling
 from stageline.inference.generation import num_positions, stop_ids_of
 from stageline.model_folder import find_folder, load_config
@@ -581,18 +581,10 @@ class TrainingParts:
 
     def _stage_answers(self, context: DistributedContext, runner: PipelineRunner) -> StageAnswers:
         run, data = self.config.run, self.data
-        wire = None
-        if context.num_ranks > 1:
-            wire = make_wire(
-                context.rank,
-                num_stages=context.num_ranks,
-                num_replicas=context.num_replicas,
-                device=context.device,
-            )
         model_config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
         return StageAnswers(
             runner,
-            wire,
+            wire_of(context),
             processor=data.processor,
             pad_token_id=data.pad_token_id,
             stop_ids=stop_ids_of(find_folder(run.config_folder), model_config, data.processor),
@@ -798,20 +790,15 @@ def make_rewards(config: TrainArguments) -> Rewards:
 
 def message_tokens(data: Data, end_ids: Sequence[int]) -> MessageTokens:
     """Return what makes tokens of an environment's messages, by the template of the run."""
-    tokenizer = get_tokenizer(data.processor)
+    text_of: Callable[..., Any] = functools.partial(
+        render_sample, processor=data.processor, for_generation=True, **data.texts
+    )
 
     def render(messages: Sequence[Mapping[str, Any]]) -> str:
-        sample = {"messages": list(messages)}
-        rendered = render_sample(
-            None, sample, processor=data.processor, for_generation=True, **data.texts
-        )
-        return rendered.text
+        return text_of(None, {"messages": list(messages)}).text
 
-    images, sample = read_row(data.train, 0)
-    first = render_sample(
-        images, sample, processor=data.processor, for_generation=True, **data.texts
-    )
-    return MessageTokens(tokenizer, render if first.is_chat else None, end_ids)
+    is_chat = text_of(*read_row(data.train, 0)).is_chat
+    return MessageTokens(get_tokenizer(data.processor), render if is_chat else None, end_ids)
 
 
 def check_rewards(config: TrainArguments, data: Data) -> None:

@@ -21,7 +21,6 @@ from stageline.inference.remote import Endpoint, messages_of, send, tools_of
 OF_THE_WAY = ("api_key_env", "timeout", "max_retries", "requests_per_minute")
 PRICES = ("input_price", "output_price")
 FILES = ("requests_path", "answers_path")
-MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
 USAGE = ("prompt_tokens", "completion_tokens")
 
 
@@ -76,23 +75,13 @@ def remote(
     *,
     images: Sequence[Any],
     prompts: Sequence[Rendered],
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    seed: int = 0,
     concurrency: int = 8,
-    max_image_side: int | None = None,
-    max_tokens_field: MaxTokensField = "max_tokens",
-    send_temperature: bool = True,
-    extra: dict[str, Any] | None = None,
+    **request: Any,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Requests to the endpoint, in parallel; answers are kept as they arrive.
 
     Args:
         concurrency: requests under way at a time; --batch-size of them are prepared.
-        max_image_side: longest side of a picture, in pixels; larger ones are scaled down.
-        max_tokens_field: name of the field for the longest answer at the endpoint.
-        send_temperature: send temperature and seed, which some reasoning models refuse.
-        extra: further fields of the request, such as {"top_p": 0.9}.
 
     Yields:
         (place, answer) as answers arrive: text, finish_reason, usage and the model's full name; or
@@ -101,17 +90,7 @@ def remote(
     Raises:
         UserError: a wrong key, URL or model name, with which all requests would fail.
     """
-    bodies = request_bodies(
-        endpoint,
-        prompts,
-        images,
-        max_image_side=max_image_side,
-        send_temperature=send_temperature,
-        temperature=temperature,
-        seed=seed,
-        extra=extra,
-        **{max_tokens_field: max_new_tokens},
-    )
+    bodies = request_bodies(endpoint, prompts, images, **request)
     client = endpoint.client()
     import openai
 
@@ -150,23 +129,28 @@ def request_bodies(
     prompts: Sequence[Rendered],
     images: Sequence[Any],
     *,
-    max_image_side: int | None,
-    send_temperature: bool,
-    temperature: float,
-    seed: int,
-    extra: Mapping[str, Any] | None,
-    **limits: int,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    max_image_side: int | None = None,
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens",
+    send_temperature: bool = True,
+    extra: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the body of a chat request for each prompt; `extra` goes on top.
+    """Return the body of a chat request for each prompt.
 
     Args:
-        limits: the longest answer, by the endpoint's name for it.
+        max_image_side: longest side of a picture, in pixels; larger ones are scaled down.
+        max_tokens_field: name of the field for the longest answer at the endpoint.
+        send_temperature: send temperature and seed, which some reasoning models refuse.
+        extra: further fields of the request, such as {"top_p": 0.9}.
     """
+    limit = {max_tokens_field: max_new_tokens}
     drawn = {"temperature": temperature, "seed": seed} if send_temperature else {}
     bodies = []
     for prompt, row in zip(prompts, images, strict=True):
         messages = messages_of(prompt, row, name=prompt.name, max_image_side=max_image_side)
-        body = {"model": endpoint.name, "messages": messages, **limits, **drawn}
+        body = {"model": endpoint.name, "messages": messages, **limit, **drawn}
         bodies.append({**body, **tools_of(prompt), **(extra or {})})
     return bodies
 
@@ -199,37 +183,17 @@ def batch_file(
     *,
     images: Sequence[Any],
     prompts: Sequence[Rendered],
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    seed: int = 0,
     requests_path: str = "runs/requests",
     answers_path: str | None = None,
-    max_image_side: int | None = None,
-    max_tokens_field: MaxTokensField = "max_tokens",
-    send_temperature: bool = True,
-    extra: dict[str, Any] | None = None,
+    **request: Any,
 ) -> list[dict[str, Any] | None]:
     """Files of requests for an offline batch API; run again with its answers.
 
     Args:
         requests_path: folder of the .jsonl files to submit.
         answers_path: returned .jsonl file, or a folder of them.
-        max_image_side: longest side of a picture, in pixels; larger ones are scaled down.
-        max_tokens_field: name of the field for the longest answer at the endpoint.
-        send_temperature: send temperature and seed, which some reasoning models refuse.
-        extra: further fields of the request, such as {"top_p": 0.9}.
     """
-    bodies = request_bodies(
-        endpoint,
-        prompts,
-        images,
-        max_image_side=max_image_side,
-        send_temperature=send_temperature,
-        temperature=temperature,
-        seed=seed,
-        extra=extra,
-        **{max_tokens_field: max_new_tokens},
-    )
+    bodies = request_bodies(endpoint, prompts, images, **request)
     answers = _answers_once(answers_path) if answers_path else {}
     found = [answers.get(body_key(body)) for body in bodies]
     waiting = [body for body, answer in zip(bodies, found, strict=True) if answer is None]

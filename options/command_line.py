@@ -79,22 +79,6 @@ def read_options(text: str) -> tuple[Any, dict[str, int]]:
     return (None if node is None else loader.construct_document(node)), lines
 
 
-def _read_json(text: str) -> tuple[Any, dict[str, int]]:
-    """Return the content of a JSON text, and the line of each of its names."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        for name in names:
-            if names.count(name) > 1:
-                last = max(line for one, line in lines if one == name)
-                raise ValueError(f"{name!r} comes twice, again in line {last}")
-        return dict(pairs)
-
-    found = re.finditer(r'"([^"\\]+)"\s*:', text)
-    lines = [(match[1], text.count("\n", 0, match.start()) + 1) for match in found]
-    return json.loads(text, object_pairs_hook=once), dict(reversed(lines))
-
-
 HOW = "Write one option a line, as on the command line without the dashes: 'batch-size: 8'."
 JSON_HOW = """Write one object of options and values: {"batch-size": 8}."""
 COMMAND_LINE = "command line"  # an origin
@@ -148,7 +132,10 @@ def read_config(path: str | Path, names: Iterable[str] = ()) -> list[Given]:
     kind, how = ("JSON", JSON_HOW) if is_json else ("plain YAML", HOW)
     try:
         text = path.read_text(encoding="utf-8")
-        content, lines = (_read_json if is_json else read_options)(text)
+        if is_json:
+            json.loads(text)  # what YAML takes in addition is a mistake here
+            text = text.expandtabs()  # YAML refuses tabs, which a JSON text has only between words
+        content, lines = read_options(text)
     except OSError as error:
         raise OptionError(
             f"--config {path} can't be read: {error.strerror}. Correct it; it is relative to the "

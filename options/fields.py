@@ -151,6 +151,11 @@ def refuse(problems: Mapping[str, object]) -> None:
             raise OptionError(text)
 
 
+def refuse_beside(excluded: Mapping[str, object], other: str, cure: str = "Drop one.") -> None:
+    """Refuse the first of these options that is given, since it does not go with another."""
+    refuse({f"{name} does not go with {other}. {cure}": v for name, v in excluded.items()})
+
+
 def handed_to(register: str, config: Any) -> dict[str, Any]:
     """Return the options that a component of a register gets, by name."""
     found = {}

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from options.fields import OptionError, Options, free_option, mapping, model_option, option
+from options.fields import OptionError, Options, free_option, mapping, model_option, option, refuse
 
 if TYPE_CHECKING:
     from options.train import RunConfig
@@ -42,28 +42,27 @@ class LoRASettings(Options):
 def check_lora(run: Any) -> None:
     """Refuse starts of an adapter, and merges of adapters, that cannot be."""
     given, paths = f"--lora.init {run.lora.init}", run.adapter_path or []
-    if not _KNOWN.fullmatch(run.lora.init):
-        raise OptionError(f"{given} is not a start of an adapter. Give {STARTS}.")
-    is_pissa = run.lora.init.startswith("pissa")
-    if run.model_path is None and is_pissa:
-        raise OptionError(f"{given} requires --model-path. Add it or drop --lora.init.")
-    stacked = [part for part in PARTS if getattr(run, f"{part}_lora_num") > 1]
-    if paths and stacked:
-        raise OptionError(
-            f"--adapter-path excludes --{stacked[0]}-lora-num above 1. Set it to 1, or drop "
-            "--adapter-path."
-        )
-    if paths and not run.create_new_adapter and run.lora.init != "default":
-        raise OptionError(
-            f"{given} requires a new adapter. Add --create-new-adapter or drop --lora.init."
-        )
-    merges = len(paths) > 1 or run.create_new_adapter
-    if run.quantization and (merges or is_pissa):
-        raise OptionError(
-            f"{'merged --adapter-path' if merges else given} does not go with --quantization "
-            f"{run.quantization}. Merge with export.py first and quantise that model, or give one "
-            "adapter to continue with."
-        )
+    is_pissa, merges = run.lora.init.startswith("pissa"), len(paths) > 1 or run.create_new_adapter
+    stacked = [f"--{part}-lora-num" for part in PARTS if getattr(run, f"{part}_lora_num") > 1]
+    what = "merged --adapter-path" if merges else given
+    refuse(
+        {
+            f"{given} is not a start of an adapter. Give {STARTS}.": not _KNOWN.fullmatch(
+                run.lora.init
+            ),
+            f"{given} requires --model-path. Add it or drop --lora.init.": is_pissa
+            and run.model_path is None,
+            f"--adapter-path excludes {' '.join(stacked[:1])} above 1. Set it to 1, or drop "
+            "--adapter-path.": paths and stacked,
+            f"{given} requires a new adapter. Add --create-new-adapter or drop --lora.init.": paths
+            and not run.create_new_adapter
+            and run.lora.init != "default",
+            f"{what} does not go with --quantization {run.quantization}. Merge with export.py "
+            "first and quantise that model, or give one adapter to continue with.": (
+                run.quantization and (merges or is_pissa)
+            ),
+        }
+    )
 
 
 def adapter_arguments(run: Any) -> dict[str, object]:
@@ -283,13 +282,13 @@ class VisionOptions(Options):
 def check_vision(run: "RunConfig") -> None:
     """Refuse stages of a tower that leave none for the decoder, and other numbers of them."""
     if run.vision_partition is not None:
-        check_counts("--vision-partition", run.vision_partition, "block")
-        if len(run.vision_partition) != run.vision_stages:
-            raise OptionError(
-                f"--vision-partition {','.join(map(str, run.vision_partition))} names "
-                f"{len(run.vision_partition)} stages, --vision-stages is {run.vision_stages}. "
-                "Change one of them, or drop --vision-stages."
-            )
+        check_counts(
+            "--vision-partition",
+            run.vision_partition,
+            "block",
+            other=f"--vision-stages is {run.vision_stages}",
+            num_stages=run.vision_stages,
+        )
     if not run.vision_stages:
         return
     given = f"--vision-stages {run.vision_stages}"
@@ -305,10 +304,13 @@ def check_vision(run: "RunConfig") -> None:
         )
 
 
-def check_counts(option: str, counts: list[int], what: str) -> None:
-    """Refuse a stage without a layer or block."""
+def check_counts(option: str, counts: list[int], what: str, *, other: str, num_stages: int) -> None:
+    """Refuse a stage without a layer or block, and another number of stages than `other` has."""
+    given = f"{option} {','.join(map(str, counts)) or '[]'}"
     if not counts or min(counts) < 1:
+        raise OptionError(f"{given} has a stage without a {what}. Give counts from 1 upwards.")
+    if len(counts) != num_stages:
         raise OptionError(
-            f"{option} {','.join(map(str, counts)) or '[]'} has a stage without a {what}. Give "
-            "counts from 1 upwards."
+            f"{given} names {len(counts)} stages, {other}. Change one of them, or drop "
+            f"{other.partition(' ')[0]}."
         )

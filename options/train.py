@@ -20,6 +20,7 @@ from options.fields import (
     option,
     option_fields,
     refuse,
+    refuse_beside,
     replaced,
     spelled,
 )
@@ -400,15 +401,14 @@ def check_warmup(run: RunConfig) -> None:
 
 def check_partition(run: RunConfig) -> None:
     """Refuse layer counts that do not fit the number of stages."""
-    if not isinstance(run.partition, list):
-        return
-    counts = run.partition
-    check_counts("--partition", counts, "layer")
-    if run.vision_stages + len(counts) != run.num_stages:
+    if isinstance(run.partition, list):
         tower = f" with --vision-stages {run.vision_stages}" if run.vision_stages else ""
-        raise OptionError(
-            f"--partition {','.join(map(str, counts))} names {len(counts)} stages, --num-stages is "
-            f"{run.num_stages}{tower}. Change one of them, or drop --num-stages."
+        check_counts(
+            "--partition",
+            run.partition,
+            "layer",
+            other=f"--num-stages is {run.num_stages}{tower}",
+            num_stages=(run.num_stages or 0) - run.vision_stages,
         )
 
 
@@ -527,12 +527,7 @@ def check_completions(run: Any, parts: Any) -> None:
         "--vision-stages": run.vision_stages > 0,
         f"--loss-fn {loss.key}": loss.facts.samples_answers or not loss.facts.predicts_tokens,
     }
-    refuse(
-        {
-            f"{name} does not go with --eval-completions. Drop one.": is_given
-            for name, is_given in excluded.items()
-        }
-    )
+    refuse_beside(excluded, "--eval-completions")
 
 
 def check_rollouts(run: Any, parts: Any) -> None:
@@ -587,12 +582,7 @@ def check_rollouts(run: Any, parts: Any) -> None:
         "--early-stop.metric loss": stops_on_loss,
         "--save-best loss": run.save_best in ("loss", "token_accuracy"),
     }
-    refuse(
-        {
-            f"{name} does not go with --loss-fn {loss.key}. Drop it, or name reward.": is_given
-            for name, is_given in excluded.items()
-        }
-    )
+    refuse_beside(excluded, f"--loss-fn {loss.key}", "Drop it, or name reward.")
 
 
 # options of drawing answers that distillation takes
@@ -627,9 +617,7 @@ def check_teacher(run: Any, parts: Any) -> None:
         and (collate.facts.takes_tokens or (collate.facts.gives_prompts and own.lmbda < 1)),
         **{f"--rollouts.{name}": True for name in sorted(others)},
     }
-    refuse(
-        {f"{name} does not go with --teacher.lmbda. Drop one.": v for name, v in excluded.items()}
-    )
+    refuse_beside(excluded, "--teacher.lmbda")
 
 
 def check_groups(run: Any, group_size: int) -> None:

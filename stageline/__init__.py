@@ -20,6 +20,7 @@ _HOMES = {
     "VisionLanguageStage": "stages.vision_language",
     "distributed_context": "distributed.process_group",
     "evaluate": "training.evaluation",
+    "folder_loader": "training.folders",
     "launch_if_needed": "distributed.launch",
     "load_split_model": "checkpoint.load",
     "make_schedule": "pipeline.schedules",

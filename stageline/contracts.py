@@ -14,6 +14,10 @@ import torch
 
 from stageline.errors import ContractError, UserError
 
+# labels and keys of a batch that data writes and stages and losses read
+IGNORE = -100
+ROW_LENGTHS = "row_lengths"
+
 OF_MODELS = ("train_model", "stage model")
 _ROOT = Path(__file__).resolve().parents[1]
 

@@ -3,8 +3,10 @@
 Shapes: B rows of a group or of a micro-batch, T tokens.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,6 +14,27 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 Tensors = tuple[torch.Tensor, ...]
 Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Functions that read and write the folders of a model; stages and checkpoints know tensors."""
+
+    start: Callable[[dict[str, Any]], Any]  # takes its options -> adapters that a stage begins with
+    num_rows: Callable[..., int]  # folder -> rows of the vocabulary
+    fill: Callable[..., None]  # stage, its checkpoint or None: the weights that it owns
+    processor: Callable[..., Any]  # folder -> tokenizer or processor
+    processor_of_weights: Callable[..., Any | None]  # the same; None: the folder has none
+    pad_token_id: Callable[[Any], int]  # of a processor
+    save_processor: Callable[[Any, Path], None]
+    stop_ids: Callable[..., list[int]]  # ids of the model, processor -> all that end an answer
+
+
+def default_loader() -> Loader:
+    """Return the loader for callers that give none; the front of the package names it."""
+    import stageline
+
+    return stageline.folder_loader()
 
 
 class Stage(nn.Module):
@@ -32,6 +55,7 @@ class Stage(nn.Module):
     token_ids: tuple[int, ...]
     carried: frozenset[str]
     only_answers = False  # nothing trains any more
+    methods: Any  # modules.methods.Methods
 
     if TYPE_CHECKING:  # each stage model defines these
 
@@ -52,6 +76,7 @@ class Stage(nn.Module):
         def get_batch_output(self, batch: Batch) -> Tensors: ...
         def get_key_map_without_last_lora(self) -> dict[str, str]: ...
         def prune(self, whole: PreTrainedModel) -> None: ...
+        def frozen(self) -> None: ...
 
     @property
     def can_decode(self) -> bool:

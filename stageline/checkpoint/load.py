@@ -45,12 +45,14 @@ from stageline.checkpoint.init import (
     check_finite,
     float32_names,
     init_fresh,
+    init_split_model,
     materialise,
     run_init,
 )
 from stageline.errors import CheckpointError, UserError, is_out_of_memory
 from stageline.model_folder import read_json
 from stageline.modules.lora import WRAPPED, is_lora_name, strip_lora, unwrapped
+from stageline.modules.new_rows import NewRows, add_noise, put_new_rows
 from stageline.modules.pass_through import DONE
 from stageline.modules.stage_names import Names, names_on_disk
 from stageline.stage import Stage
@@ -136,6 +138,39 @@ def cast_note(dtypes: dict[str, str], names: Iterable[str], dtype: torch.dtype) 
 
 class CheckpointMismatch(CheckpointError):
     """The names or shapes in a checkpoint are not those of the model."""
+
+
+def fill_stage(
+    model: Stage,
+    checkpoint_path: str | Path | None,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype,
+    is_bare: bool = False,
+    new_rows: NewRows | None = None,
+    neftune_alpha: float = 0.0,
+) -> None:
+    """Give a stage its weights, and set which of them train.
+
+    Args:
+        checkpoint_path: None: the seed gives the weights.
+        is_bare: it stays on meta.
+    """
+    if not is_bare:
+        # whole weights stay on the host; quantization then moves one layer at a time
+        first = "cpu" if model.methods.quantization else device
+        if checkpoint_path is None:
+            init_split_model(model, seed=seed, device=first, dtype=dtype)
+        else:
+            load_split_model(model, checkpoint_path, seed=seed, device=first, dtype=dtype)
+    model.methods.quantise(model, device=device)
+    model.frozen()
+    if new_rows is not None:
+        put_new_rows(model, new_rows)
+    if neftune_alpha:  # behind the rows of new tokens, which take the places of what was looked up
+        add_noise(model, model.vocabulary, neftune_alpha)
+    model.train()
 
 
 def load_split_model(

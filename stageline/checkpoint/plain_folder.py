@@ -38,12 +38,11 @@ from stageline.checkpoint.init import round_weights
 from stageline.checkpoint.layout import MANIFEST, discard, draft_name, read_manifest, verify
 from stageline.checkpoint.plain_model import CLASSIFIER, adapter_dtype, is_scored, load_plain
 from stageline.checkpoint.shards import save_stop_ids
-from stageline.data.text.processor import get_pad_token_id
-from stageline.data.text.tokenizers import processor_of_weights
 from stageline.errors import StorageError, UserError
 from stageline.hub import name_of
 from stageline.model_folder import files_fingerprint, load_config
 from stageline.modules.lora import merge_lora
+from stageline.stage import default_loader
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -102,7 +101,7 @@ def export_folder(
             "`model_path`, and name all adapters in `adapter_path`."
         )
     base = find_base(source) if merge else None
-    run = read_run_facts(source)
+    run, loader = read_run_facts(source), default_loader()
     draft = target.parent / draft_name(target)
     try:
         draft.mkdir(parents=True)
@@ -128,9 +127,11 @@ def export_folder(
                     round_weights(model, dtype)
             if type(model).__name__.endswith(CLASSIFIER) and model.config.pad_token_id is None:
                 # by it transformers finds the end of a row; the base of an adapter may lack it
-                processor = processor_of_weights(str(source), trust_remote_code=trust_remote_code)
+                processor = loader.processor_of_weights(
+                    str(source), trust_remote_code=trust_remote_code
+                )
                 if processor is not None:
-                    model.config.pad_token_id = get_pad_token_id(processor)
+                    model.config.pad_token_id = loader.pad_token_id(processor)
             generation = (base or source) / GENERATION_CONFIG_NAME
             write_model(
                 model,
@@ -144,7 +145,7 @@ def export_folder(
         for folder in filter(None, (base, source, *adapters)):
             copy_side_files(folder, draft, with_code=trust_remote_code)
         if not keeps_adapter:
-            processor = processor_of_weights(str(draft), trust_remote_code=trust_remote_code)
+            processor = loader.processor_of_weights(str(draft), trust_remote_code=trust_remote_code)
             save_stop_ids(processor, draft)
 
         # the model card

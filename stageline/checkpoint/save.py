@@ -43,7 +43,6 @@ from stageline.checkpoint.shards import (
     write_index,
     write_shard,
 )
-from stageline.data.text.processor import save_processor
 from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.hub import name_of
@@ -58,7 +57,7 @@ from stageline.modules.lora import (
 from stageline.modules.lora_layer import MAGNITUDE, ExpertParameter
 from stageline.modules.new_rows import is_row_name
 from stageline.modules.stage_names import check_names, names_of_stage
-from stageline.stage import Stage
+from stageline.stage import Stage, default_loader
 
 SUM = -1  # stands for all levels as one adapter
 KINDS = ("use_dora", "use_rslora")
@@ -347,7 +346,7 @@ def finish_draft(
 
     def finish() -> None:
         if processor is not None:
-            save_processor(processor, draft)
+            default_loader().save_processor(processor, draft)
             save_stop_ids(processor, draft)
         publish(draft, folder, facts={**facts, "versions": versions}, known=known)
 

@@ -17,15 +17,13 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from stageline.checkpoint.files import INDEX_FILE, SINGLE_FILE, write_tensors
 from stageline.checkpoint.layout import file_facts
-from stageline.data.text.chat import stop_ids_with
-from stageline.data.text.processor import get_tokenizer
 from stageline.device import is_accelerator
 from stageline.model_folder import read_json
 from stageline.modules.lora import is_lora_name, lora_stacks, strip_lora, unwrapped
 from stageline.modules.lora_layer import restored_weight
 from stageline.modules.new_rows import fold_rows, is_row_name
 from stageline.modules.stage_names import names_on_disk
-from stageline.stage import Stage
+from stageline.stage import Stage, default_loader
 
 
 class HostCopies:
@@ -232,13 +230,14 @@ def save_config(stage: Stage, folder: Path) -> None:
 def save_stop_ids(processor: Any, folder: Path) -> None:
     """Add to generation_config.json the tokens that end an answer, for all who read it."""
     path = folder / GENERATION_CONFIG_NAME
-    tokenizer = processor and get_tokenizer(processor)
+    tokenizer = getattr(processor, "tokenizer", processor)
     if getattr(tokenizer, "eos_token_id", None) is None or not path.is_file():
         return
     settings = read_json(path)
     before = settings.get("eos_token_id")
     known = before if isinstance(before, list) else [] if before is None else [before]
-    more = [token for token in stop_ids_with(known, processor) if token not in known]
+    ends = default_loader().stop_ids(known, processor)
+    more = [token for token in ends if token not in known]
     if more:
         settings["eos_token_id"] = [*known, *more]
         path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")

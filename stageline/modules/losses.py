@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
+from stageline.contracts import IGNORE
 from stageline.errors import UserError
 from stageline.modules.chunked_loss import ChunkedLogits
 
-IGNORE = -100
 TARGETS = "loss_targets"  # [N], see `target_places`
 MicroBatch = Mapping[str, torch.Tensor]
 

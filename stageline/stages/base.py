@@ -7,7 +7,6 @@ Shapes: B samples of a micro-batch, T tokens, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,6 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from stageline.checkpoint.adapter import num_rows_on_disk
-from stageline.checkpoint.adapter_start import AdapterStart
-from stageline.checkpoint.init import init_split_model
-from stageline.checkpoint.load import load_split_model
-from stageline.data.text.processor import get_pad_token_id, load_processor
 from stageline.errors import PlanError, UserError
 from stageline.model_folder import load_config
 from stageline.modules import recompute
@@ -33,8 +27,6 @@ from stageline.modules.methods import (
 )
 from stageline.modules.new_rows import (
     NewRows,
-    add_noise,
-    put_new_rows,
     set_vocab_size,
     vocabulary_paths,
 )
@@ -42,43 +34,7 @@ from stageline.modules.part_lora import find_targets, lora_of_parts, wrap_parts
 from stageline.modules.recompute import CheckpointMode, checkpoint_layers, tower_layers
 from stageline.modules.stage_names import Names, names_in
 from stageline.pipeline.topology import layer_range, no_tower, stage_layers
-from stageline.stage import Stage
-
-
-@dataclass(frozen=True)
-class WeightSource:
-    """Source of a stage's weights: a checkpoint, or (None) a seed."""
-
-    checkpoint_path: str | None
-    seed: int
-    device: torch.device | str
-    dtype: torch.dtype
-
-
-def fill_stage(
-    model: "StageModel",
-    source: WeightSource | None,
-    *,
-    new_rows: NewRows | None,
-    neftune_alpha: float = 0.0,
-) -> None:
-    """Give a stage its weights, and set which of them train; without a source it stays on meta."""
-    if source is not None:
-        # whole weights stay on the host; quantization then moves one layer at a time
-        device = "cpu" if model.methods.quantization else source.device
-        kwargs: dict[str, Any] = {"seed": source.seed, "device": device, "dtype": source.dtype}
-        if source.checkpoint_path is None:
-            init_split_model(model, **kwargs)
-        else:
-            load_split_model(model, source.checkpoint_path, **kwargs)
-    model.methods.quantise(model, device="meta" if source is None else source.device)
-    model.frozen()
-    if new_rows is not None:
-        put_new_rows(model, new_rows)
-    if neftune_alpha:  # behind the rows of new tokens, which take the places of what was looked up
-        add_noise(model, model.vocabulary, neftune_alpha)
-    model.train()
-
+from stageline.stage import Loader, Stage, default_loader
 
 PARTS = ("vit", "mlp", "llm", "lm_head")
 
@@ -134,6 +90,7 @@ class StageModel(Stage):
         dtype: torch.dtype = torch.float32,
         is_piece: bool = False,
         methods: Methods | None = None,
+        loader: Loader | None = None,
         **lora: Any,
     ) -> None:
         super().__init__()
@@ -143,7 +100,7 @@ class StageModel(Stage):
         self.stage, self.num_stages = stage, num_stages
         frozen = (frozen_vit, frozen_mlp, frozen_llm, frozen_lm_head)
         self.frozen_parts = dict(zip(PARTS, frozen, strict=True))
-        self.start = AdapterStart.of(lora)
+        self.start = (loader or default_loader()).start(lora)
         self.whole_modules: frozenset[str] = frozenset()
         self.lora = lora_of_parts(**lora)
         self.has_wrapped = False
@@ -404,6 +361,7 @@ class StageModel(Stage):
         new_rows: NewRows | None = None,
         neftune_alpha: float = 0.0,
         methods: Methods | Mapping[str, object] | None = None,
+        loader: Loader | None = None,
         **model_kwargs: Any,
     ) -> tuple["StageModel", Any, int]:
         """Build one stage and fill it; the body of most train_model parts.
@@ -416,11 +374,13 @@ class StageModel(Stage):
             new_rows: tokens that the tokenizer got for this run.
             neftune_alpha: noise on the embeddings in training; 0: none.
             methods: `Methods`, or what `Methods.of` takes.
+            loader: reads the folders; None: `stageline.folder_loader()`.
 
         Returns:
             The stage on `device`, the processor, and the id of the padding token.
         """
         # the configuration
+        disk = loader or default_loader()
         config_path = config_path or checkpoint_path
         if config_path is None:
             raise UserError(
@@ -436,11 +396,11 @@ class StageModel(Stage):
         if new_rows is not None and checkpoint_path is not None:
             # it may have more rows than the configuration that its run began with
             folder, code = Path(checkpoint_path), trust_remote_code
-            if saved := num_rows_on_disk(folder, of_base=True, trust_remote_code=code):
+            if saved := disk.num_rows(folder, of_base=True, trust_remote_code=code):
                 set_vocab_size(config, saved)
         facts = (methods := Methods.of(methods)).prepare(config)
         # the stage and its weights
-        asked = {"is_piece": is_piece, "methods": methods.is_asked and methods}
+        asked = {"is_piece": is_piece, "methods": methods.is_asked and methods, "loader": loader}
         model_kwargs |= {name: value for name, value in asked.items() if value}
         model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
         if any(one.num for one in model.lora.values()) and not model.has_wrapped:
@@ -449,8 +409,9 @@ class StageModel(Stage):
                 "__init__, or drop the LoRA options."
             )
         is_bare = is_piece and torch.device(device).type == "meta"
-        source = None if is_bare else WeightSource(checkpoint_path, seed, device, dtype)
-        fill_stage(model, source, new_rows=new_rows, neftune_alpha=neftune_alpha)
+        where: dict[str, Any] = {"device": device, "dtype": dtype, "is_bare": is_bare}
+        rows: dict[str, Any] = {"new_rows": new_rows, "neftune_alpha": neftune_alpha}
+        disk.fill(model, checkpoint_path, seed=seed, **where, **rows)
         methods.finish(model, facts)
         if logits_chunk and model.is_last and model.head_runs_alone():
             model.logits_chunk = logits_chunk
@@ -464,5 +425,5 @@ class StageModel(Stage):
         if is_piece:
             return model, None, 0
         path = processor_path or checkpoint_path or config_path
-        processor = load_processor(path, trust_remote_code=trust_remote_code)
-        return model, processor, get_pad_token_id(processor)
+        processor = disk.processor(path, trust_remote_code=trust_remote_code)
+        return model, processor, disk.pad_token_id(processor)

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from stageline.cache_trial import cache_name
-from stageline.data.batches.batch import ROW_LENGTHS
+from stageline.contracts import ROW_LENGTHS
 from stageline.errors import UserError
 from stageline.model_folder import (
     attention_options,

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel, masking_utils
 
-from stageline.data.batches.batch import IGNORE, ROW_LENGTHS
+from stageline.contracts import IGNORE, ROW_LENGTHS
 from stageline.errors import UserError
 from stageline.modules.router_records import ROUTER_LOGITS
 

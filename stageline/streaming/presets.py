@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import Cache
 
-from stageline.data.batches.batch import ROW_LENGTHS
+from stageline.contracts import ROW_LENGTHS
 from stageline.errors import UserError
 from stageline.modules.router_records import ROUTER_LOGITS, recording_routers, watch_routers
 from stageline.stages.causal_lm import run_whole

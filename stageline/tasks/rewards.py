@@ -1,10 +1,7 @@
 """Score one answer, for the built-in rewards. Plain texts and numbers; no text is executed."""
 
-import json
 import re
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -23,7 +20,6 @@ _NUMBER = re.compile(
     r"(?:e[-+]?\d{1,3})?(?:/\d{1,40})?(?:[ \xa0]?\\?(%))?",
     re.I,
 )
-_OUT_OF_TEN = re.compile(r"\s*(?:/|out of)\s*10\b", re.I)
 PATTERN_SECONDS = 0.2  # timeout of a pattern: its search in a long answer could take hours
 
 
@@ -120,14 +116,6 @@ def right_choice(sample: Sample, *, read: Callable[..., int | None] = parse_choi
     return int(place)
 
 
-def has_tags(completion: str, tags: Sequence[str]) -> bool:
-    """Return whether an answer has exactly these tags, once each, in order, and no other text."""
-    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
-    form = r"\s*".join(f"<{tag}>.*</{tag}>" for tag in map(re.escape, tags))
-    is_once = all(completion.count(mark) == 1 for mark in marks)
-    return is_once and re.fullmatch(form, completion.strip(), re.S) is not None
-
-
 def fits(completion: str, pattern: str) -> bool | None:
     """Return whether the whole answer matches a regular expression; None: it took too long."""
     try:
@@ -138,43 +126,3 @@ def fits(completion: str, pattern: str) -> bool | None:
         raise UserError(
             f"`reward` format: {pattern!r} is not a regular expression ({error}). Correct it."
         ) from error
-
-
-def length_reward(num_tokens: int, *, longest: int, margin: int) -> float:
-    """Return 0 up to `margin` below the longest, then a linear fall to -1 (arXiv 2503.14476)."""
-    over = num_tokens - (longest - margin)
-    return 0.0 if over <= 0 else -1.0 if margin == 0 else max(-1.0, -over / margin)
-
-
-def judged(
-    url: str, model: str, key: str | None, *rows: Sequence[str], seconds: float, most: int = 16
-) -> list[float | None]:
-    """Return the scores of a judge behind an OpenAI-style API, from 0 to 1; None: no number.
-
-    Args:
-        rows: prompts, completions and right answers.
-        most: requests at a time.
-    """
-    headers = {"Content-Type": "application/json"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-
-    def ask(prompt: str, completion: str, reference: str) -> float | None:
-        question = (
-            "Rate the answer from 0 (wrong) to 10 (right and complete). Say the number alone.\n\n"
-            f"Question:\n{prompt}\n\nRight answer:\n{reference}\n\nAnswer:\n{completion}"
-        )
-        messages = [{"role": "user", "content": question}]
-        body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 16}
-        address = url.rstrip("/") + "/chat/completions"
-        request = urllib.request.Request(address, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=seconds) as reply:
-            text = json.load(reply)["choices"][0]["message"]["content"]
-        value = number_in(_OUT_OF_TEN.sub("", str(text)))  # a judge may still write "8/10"
-        return None if value is None else min(max(float(value), 0.0), 10.0) / 10
-
-    pool = ThreadPoolExecutor(most)
-    try:
-        return list(pool.map(ask, *rows))
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)

@@ -42,15 +42,12 @@ from stageline.training.step import StepProgress
 
 # logits [N, V], or log-probabilities [N, K] of the tokens with these ids [N, K]
 Distributions = tuple[torch.Tensor, torch.Tensor | None]
+# micro-batches -> the distributions of each, where the last stage is
 TeacherSource = Callable[[Sequence[MicroBatch]], list[Distributions]]
 
 
 class Teacher:
-    """Prepares micro-batches for the loss; every rank of a pipeline calls it with the same ones.
-
-    Args:
-        source: gives the distributions of each micro-batch where the last stage is.
-    """
+    """Prepares micro-batches for the loss; every rank of a pipeline calls it with the same ones."""
 
     def __init__(self, runner: PipelineRunner, source: TeacherSource) -> None:
         self.runner, self.source = runner, source
@@ -284,12 +281,3 @@ class OwnAnswers:
                 if name == "loss_rows":  # some rows only fill up
                     batch["labels"] = batch["labels"].masked_fill(batch[name][:, None] < 0, IGNORE)
             yield batches
-
-
-def check_vocabulary_sizes(student: int | None, teacher: int | None, path: str) -> None:
-    """Refuse a teacher whose distributions are over another number of tokens."""
-    if student != teacher:
-        raise UserError(
-            f"the teacher {path} has a vocabulary of {teacher} tokens, the model that trains "
-            f"{student}. Use a teacher of the same family and vocabulary size."
-        )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from stageline.checkpoint.layout import draft_name, fsync_path, read_manifest
 from stageline.checkpoint.writer import remove_checkpoint
-from stageline.data.batches.batch import IGNORE
+from stageline.contracts import IGNORE
 from stageline.distributed.ranks import Ranks
 from stageline.errors import DataError, UserError, spelled
 from stageline.modules.chunked_loss import ChunkedLoss, LossByToken

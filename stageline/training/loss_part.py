@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from stageline import progress
-from stageline.contracts import broken, call, shown
-from stageline.data.batches.batch import IGNORE
+from stageline.contracts import IGNORE, broken, call, shown
 from stageline.errors import UserError
 from stageline.pipeline.runner import MicroBatch
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from stageline.contracts import broken, call, part_name, shown
-from stageline.data.batches.batch import IGNORE
+from stageline.contracts import IGNORE, broken, call, part_name, shown
 from stageline.distributed.failure_record import raised_at
 from stageline.errors import UserError
 from stageline.modules.losses import without_reference

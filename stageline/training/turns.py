@@ -32,11 +32,9 @@ class Environment(Protocol):
 
     def reset(self, sample: Sample) -> Sequence[Message]:
         """Return the messages of the prompt; none: the row's own."""
-        ...
 
     def step(self, completion: str) -> tuple[Sequence[Message], float, bool]:
         """Return messages that follow a completion, its reward, and whether the episode ends."""
-        ...
 
 
 class OpenedRows(Subset):

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from transformers import PretrainedConfig
 
-from stageline.data.batches.batch import IGNORE
+from stageline.contracts import IGNORE
 from stageline.data.images.images import CROSS_MASK, grow_cross_mask
 from stageline.model_folder import special_tokens
 from stageline.pipeline.plan import Kind

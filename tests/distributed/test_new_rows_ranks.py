@@ -10,11 +10,11 @@ from transformers import AutoConfig
 from loss_fn import sft
 from pp_models import CausalLMStage
 from stageline.checkpoint.files import read_tensors
+from stageline.checkpoint.load import fill_stage
 from stageline.checkpoint.save import save_split_model
 from stageline.modules.new_rows import NewRows
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
-from stageline.stages.base import WeightSource, fill_stage
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.replicas import Replicas, ShardedReplicas
 from stageline.training.step import TrainStep
@@ -53,7 +53,7 @@ def stages_of(base, plan, rank, dtype, options):
         config = AutoConfig.from_pretrained(base)
         count = plan.num_stages
         model = CausalLMStage(config, stage=stage, num_stages=count, dtype=dtype, **options)
-        fill_stage(model, WeightSource(str(base), 0, "cpu", dtype), new_rows=rows)
+        fill_stage(model, str(base), dtype=dtype, new_rows=rows)
         stages.append(model)
     return stages
 

@@ -6,9 +6,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from loss_fn import sft
 from pp_models import CausalLMStage
+from stageline.checkpoint.load import fill_stage
 from stageline.modules.methods import Methods
 from stageline.modules.quantised import Quantization
-from stageline.stages.base import WeightSource, fill_stage
 from tests.helpers.chain import run_chain
 from tests.helpers.tiny_batches import count_targets, tiny_micro_batches
 from tests.helpers.tiny_models import tiny_config
@@ -37,7 +37,7 @@ def make_stages(folder, kind, num_stages):
             methods=Methods(quantization=Quantization(kind)),
             llm_lora_num=1,
         )
-        fill_stage(model, WeightSource(str(folder), 0, "cuda", HALF), new_rows=None)
+        fill_stage(model, str(folder), device="cuda", dtype=HALF)
         stages.append(model)
     return stages
 

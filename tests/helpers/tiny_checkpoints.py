@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 from commands.stages import stage_key
 from pp_models import StageModel, class_of_key
+from stageline.checkpoint.load import fill_stage
 from stageline.model_folder import load_config
 from stageline.modules.new_rows import NewRows
-from stageline.stages.base import WeightSource, fill_stage
 from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config
 
 SHARD_SIZE = "20KB"  # several files even for a tiny model
@@ -85,8 +85,8 @@ def load_stages(
         config = load_config(base)
         stage_class = class_of_key(stage_key(config))
         model = stage_class(config, stage=stage, num_stages=num_stages, dtype=dtype, **options)
-        source = WeightSource(str(checkpoint or base), 0, "cpu", dtype)
-        fill_stage(model, source, new_rows=new_rows)
+        path = str(checkpoint or base)
+        fill_stage(model, path, dtype=dtype, new_rows=new_rows)
         stages.append(model)
     return stages
 

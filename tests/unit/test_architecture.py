@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import stageline
 from commands import run_configs
 from commands.train import RunPlan
 from options.fields import option_fields
@@ -48,6 +49,9 @@ ROOT_ARROWS = {
     "commands": {"commands", "register", "stageline", *OPTIONS},
     "stageline": {"stageline"},
 }
+# the loader of stages: the front of the package names it, and stage.py hands it to those that may
+# not import the folders that it reads with
+LOADER = ("stageline/stage.py", "stageline.folder_loader")
 # the installed command: the only file of the package that knows of the files next to it
 COMMAND_DOOR = "stageline/__main__.py"
 LOW = {"modules", "data"}
@@ -64,8 +68,8 @@ ROOM_ARROWS = {
     "streaming": {"stages", *MIDDLE, *LOW},
     "verify": {"training", "stages", "inference", *MIDDLE, *LOW},
     "pipeline": {*LOW},
-    "stages": {"pipeline", "checkpoint", *LOW},
-    "checkpoint": {"distributed", *LOW},
+    "stages": {"pipeline", "modules"},
+    "checkpoint": {"distributed", "modules"},
     "tasks": {"data"},
     "distributed": set(),
     "modules": set(),
@@ -108,6 +112,8 @@ def _imports(tree: ast.AST, path: Path) -> list[tuple[str, int]]:
             module = ".".join([*base, *([node.module] if node.module else [])])
             # `from stageline import pipeline` names the subpackage only in its second half
             found += [(f"{module}.{alias.name}", node.lineno) for alias in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "stageline":
+            found.append((f"stageline.{node.attr}", node.lineno))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             if node.args and isinstance(node.args[0], ast.Constant):
                 found.append((str(node.args[0].value), node.lineno))
@@ -126,8 +132,10 @@ def _broken_arrows(path: Path, text: str) -> list[str]:
             broken.append(place)
         if owner == "register" and first not in sys.stdlib_module_names:
             broken.append(f"{place}: the standard library only")
-        if owner == "stageline" and first == "stageline":
-            broken += _broken_room_arrow(path, rest.partition(".")[0], place=place)
+        if owner == "stageline" and first == "stageline" and (_name(path), module) != LOADER:
+            # a public name of the package leads to the subpackage that has it
+            room = stageline._HOMES.get(rest, rest).partition(".")[0]
+            broken += _broken_room_arrow(path, room, place=place)
     return broken
 
 
@@ -166,7 +174,13 @@ def test_every_root_file_and_every_room_has_its_place_in_the_tables():
         ("stageline/pipeline/a.py", "from stageline import checkpoint"),
         ("stageline/pipeline/a.py", "from ..checkpoint import load"),
         ("stageline/training/a.py", "from tests.helpers.ranks import run_ranks"),
+        ("stageline/stages/a.py", "from stageline.checkpoint.load import load_split_model"),
+        ("stageline/stages/a.py", "from stageline import load_split_model"),
+        ("stageline/stages/a.py", "import stageline\nstageline.folder_loader"),
+        ("stageline/stages/a.py", "from stageline.data.text import processor"),
+        ("stageline/checkpoint/a.py", "from ..data.text.chat import stop_ids_with"),
         ("metric.py", "from examples.spatial.answers import parse_choice"),
+        ("stageline/errors.py", "import stageline\nstageline.folder_loader"),
         ("stageline/errors.py", "from stageline.data import rendered"),
     ],
 )
@@ -244,20 +258,20 @@ MORE_SHELF = "metric.py tracker.py corpus_parts.py"
 # folder -> (beginnings of its paths, the first that fits counts; lines it must come down to; lines
 # it has now: this number only falls)
 BUDGET = {
-    "settings": ("register.py parse_args.py options/", 3500, 3557),
-    "doors": ("train_pp.py evaluate.py serve.py corpus.py export.py commands/", 4350, 4448),
+    "settings": ("register.py parse_args.py options/", 3500, 3518),
+    "doors": ("train_pp.py evaluate.py serve.py corpus.py export.py commands/", 4350, 4421),
     "components": (
         f"{SHELF_FILES} metric.py tracker.py corpus_parts.py train_model.py",
         3100,
-        3188,
+        3174,
     ),
-    "stages": ("stageline/stages/", 3800, 3808),
+    "stages": ("stageline/stages/", 3770, 3769),
     "pipeline": ("stageline/pipeline/", 2000, 2000),
     "modules": ("stageline/modules/", 3900, 3903),
     "streaming": ("stageline/streaming/", 3000, 3000),
-    "training": ("stageline/training/", 5050, 5214),
-    "checkpoint": ("stageline/checkpoint/", 4670, 4670),
-    "data": ("stageline/data/", 7600, 7615),
+    "training": ("stageline/training/", 5050, 5213),
+    "checkpoint": ("stageline/checkpoint/", 4700, 4702),
+    "data": ("stageline/data/", 7600, 7600),
     "corpus": ("stageline/corpus/", 3800, 3800),
     "inference": ("stageline/inference/", 5200, 5200),
     "planner": ("stageline/planner/", 1925, 1925),
@@ -265,7 +279,7 @@ BUDGET = {
     "evaluation": ("stageline/evaluation/ stageline/plotting/", 1850, 1850),
     "verify": ("stageline/verify/", 1900, 1900),
     "distributed": ("stageline/distributed/", 1500, 1500),
-    "rest": ("stageline/", 1900, 2391),
+    "rest": ("stageline/", 1900, 2327),
 }
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from commands.stages import stage_key
 from pp_models import class_of_key
 from stageline.checkpoint.adapter import attach_adapter
+from stageline.checkpoint.load import fill_stage
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules import expert_weight
@@ -21,7 +22,6 @@ from stageline.modules.quantised import Quantization, base_bytes, quantise_layer
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.shrink import shrink_config
-from stageline.stages.base import WeightSource, fill_stage
 from stageline.verify.batches import loss_of, run_chain, with_facts
 from tests.helpers.family_configs import family_config
 from tests.helpers.ranks import run_ranks
@@ -73,7 +73,7 @@ def make_stages(folder, num_stages, checkpoint=None, *, dtype=torch.float64, **o
         stage_class = class_of_key(stage_key(config))
         options = {**LORA, **options}
         model = stage_class(config, stage=stage, num_stages=num_stages, dtype=dtype, **options)
-        fill_stage(model, WeightSource(str(checkpoint or folder), 0, "cpu", dtype), new_rows=None)
+        fill_stage(model, str(checkpoint or folder), dtype=dtype)
         model.frozen()
         stages.append(model.eval())
     return stages

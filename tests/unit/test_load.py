@@ -1,5 +1,6 @@
 """Split load: every tensor of every stage is the whole model's, and nothing is missing unseen."""
 
+import dataclasses
 import json
 import shutil
 
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from pp_models import CausalLMStage, StageModel, VisionLanguageStage
+from stageline import folder_loader
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.shards import disk_state
@@ -53,6 +55,26 @@ def test_every_tensor_is_the_whole_models(family, tied, tmp_path):
         assert set(seen) == {name for name, _ in whole.named_parameters()}
         repeated = {name for name in seen if seen.count(name) > 1}
         assert len(repeated) == (tied and num_stages > 1)
+
+
+def test_build_reads_by_the_loader_that_it_is_given(tmp_path):
+    tiny_whole("llama", tmp_path)
+    asked, usual = [], folder_loader()
+
+    def fill(model, checkpoint_path, **options):
+        asked.append(checkpoint_path)
+        usual.fill(model, None, **options)  # random weights in place of the folder's
+
+    loader = dataclasses.replace(
+        usual, fill=fill, processor=lambda path, **options: "mine", pad_token_id=lambda one: 7
+    )
+    paths = {"config_path": str(tmp_path), "checkpoint_path": str(tmp_path)}
+    place = {"processor_path": None, "stage": 0, "num_stages": 2}
+    model, processor, pad_token_id = CausalLMStage.build(**paths, **place, loader=loader)
+    assert (asked, processor, pad_token_id) == ([str(tmp_path)], "mine", 7)
+    random, _, _ = CausalLMStage.build(**{**paths, "checkpoint_path": None}, **place, loader=loader)
+    for name, weight in random.state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name]), name
 
 
 def test_full_gemma3_with_its_vision_tower(tmp_path):

@@ -10,10 +10,10 @@ from commands.train_data import add_tokens, rows_option
 from options.fields import replaced
 from options.train import RunConfig
 from pp_models import CausalLMStage
+from stageline.checkpoint.load import fill_stage
 from stageline.checkpoint.save import save_split_model
 from stageline.data.text.tokenizers import NewTokens, with_rowless
 from stageline.modules.new_rows import NewRows
-from stageline.stages.base import WeightSource, fill_stage
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
@@ -31,7 +31,7 @@ def make_stages(folder, num_stages, new_rows):
     for stage in range(num_stages):
         config = AutoConfig.from_pretrained(folder)
         model = CausalLMStage(config, stage=stage, num_stages=num_stages)
-        fill_stage(model, WeightSource(str(folder), 0, "cpu", torch.float32), new_rows=new_rows)
+        fill_stage(model, str(folder), dtype=torch.float32, new_rows=new_rows)
         stages.append(model)
     return stages
 
@@ -111,8 +111,7 @@ def test_tokens_in_spare_rows_are_new(tmp_path, capsys):
         said = "2 tokens of other are not in the tokenizer of" in capsys.readouterr().out
         assert said == (path == "other" and not asked)
     stage = CausalLMStage(config, stage=0, num_stages=1, llm_lora_num=1, frozen_lm_head=True)
-    source = WeightSource(base, 0, "cpu", torch.float32)
-    fill_stage(stage, source, **rows_option(arguments.run, found))
+    fill_stage(stage, base, dtype=torch.float32, **rows_option(arguments.run, found))
     trained = {name for name, one in stage.named_parameters() if one.requires_grad}
     assert {name for name in trained if "lora" not in name} == {
         "model.embed_tokens.new_rows.weight",

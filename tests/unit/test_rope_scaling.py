@@ -8,13 +8,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from commands.decode_run import AnsweringModel
 from models.builders import auto
 from pp_models import CausalLMStage, VisionLanguageStage
+from stageline.checkpoint.load import fill_stage
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.plain_model import load_plain
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules.methods import RopeScaling, scale_rope
 from stageline.pipeline.runner import LocalStages
-from stageline.stages.base import WeightSource, fill_stage
 from tests.helpers.chain import chained_logits
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import shake, tiny_whole
@@ -45,7 +45,7 @@ def make_stages(folder, kind, num_stages):
     for stage in range(num_stages):
         config, _ = scaled_config(folder, kind)
         model = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=DTYPE)
-        fill_stage(model, WeightSource(str(folder), 0, "cpu", DTYPE), new_rows=None)
+        fill_stage(model, str(folder), dtype=DTYPE)
         stages.append(model)
     return stages
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from commands import train_engines
+from commands.train import streaming_topology
 from loss_fn import sft
 from options.train import RunConfig
 from pp_models import CausalLMStage, stage_class_of
@@ -387,8 +387,8 @@ def test_layers_are_counted_without_the_code_of_a_folder_unless_the_user_says_so
         asked.append((path, trust_remote_code))
         return tiny_config("llama")
 
-    monkeypatch.setattr(train_engines, "load_config", load_config)
+    monkeypatch.setattr("stageline.model_folder.load_config", load_config)
     run = RunConfig(model_path="folder", trust_remote_code=trusted)
-    topology = train_engines.streaming_topology(SimpleNamespace(run=run))
+    topology = streaming_topology(SimpleNamespace(run=run))
     assert asked == [("folder", trusted)]
     assert topology.num_stages == tiny_config("llama").num_hidden_layers

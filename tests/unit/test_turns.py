@@ -2,14 +2,13 @@
 
 import pytest
 
-from loss_fn import Calculator, environment
+from loss_fn import Calculator, calculated, environment
 from stageline.data.batches.collate_part import EncodedSample
 from stageline.data.batches.prompts import with_answer
 from stageline.data.text.encode import Encoded
 from stageline.errors import ContractError, DataError
 from stageline.inference.decoding.answer_groups import SampledAnswer
 from stageline.inference.decoding.request import Sampling
-from stageline.tasks.calculator import calculated
 from stageline.training.rollouts import AnswerRow
 from stageline.training.turns import Episodes, MessageTokens
 

@@ -12,20 +12,18 @@ from typing import Any, Literal
 import numpy
 import torch
 
-from stageline.contracts import broken, call, mismatch, shown
+from stageline.contracts import IGNORE, ROW_LENGTHS, broken, call, mismatch, shown
 from stageline.data.images.images import ImageExpander, by_rows, expand_images, image_size
 from stageline.data.text.encode import Encoded, encode_rendered
 from stageline.data.text.processor import get_image_token
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template import TemplatePart, fill_parts
 
-IGNORE = -100
 Sample = dict[str, Any]
 Images = Sequence[Any] | None
 MicroBatch = dict[str, torch.Tensor]
 NO_SAMPLE = -1
 # These values are computed from the token ids and stored with them; new ids need new values.
-ROW_LENGTHS = "row_lengths"
 READ_OFF_IDS = (ROW_LENGTHS, "position_ids")
 _EMPTY_ROW = 2  # one token has no next one to predict, which not every loss allows for
 

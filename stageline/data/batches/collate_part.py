@@ -59,9 +59,7 @@ class CollatePart:
         pack: Callable[..., Any] | None = None,
     ) -> None:
         functools.update_wrapper(self, collate)
-        self.collate = collate
-        self.encode = encode
-        self.pack = pack
+        self.collate, self.encode, self.pack = collate, encode, pack
 
     def __call__(self, samples: Sequence[Any], **options: Any) -> Any:
         """Return a micro-batch of samples, which may be encoded already."""
@@ -69,7 +67,6 @@ class CollatePart:
 
     def bind(self, **options: Any) -> CollatePart:
         """Return the part with some of its arguments."""
-
         return CollatePart(
             functools.partial(self.collate, **options),
             encode=self.encode and functools.partial(self.encode, **options),

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from stageline.contracts import broken, call, shown
-from stageline.data.batches.batch import IGNORE, Images, MicroBatch, Sample, sample_name
+from stageline.contracts import IGNORE, broken, call, shown
+from stageline.data.batches.batch import Images, MicroBatch, Sample, sample_name
 from stageline.data.batches.collate import encode_sft
 from stageline.data.batches.collate_part import CollatePart, EncodedSample, as_collate_part
 from stageline.data.batches.sampler import is_stream

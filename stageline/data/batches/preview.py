@@ -12,7 +12,8 @@ from typing import Any, TextIO
 
 import torch
 
-from stageline.data.batches.batch import IGNORE, MicroBatch, sample_name
+from stageline.contracts import IGNORE
+from stageline.data.batches.batch import MicroBatch, sample_name
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.text.processor import get_tokenizer
 

@@ -157,8 +157,7 @@ def check_batch_sizes(
 
 def whole_groups(rows: Iterable[int], group_size: int) -> list[int]:
     """Return all rows of the groups that the given rows are in, in order."""
-    groups = sorted({row // group_size for row in rows})
-    return expand(groups, group_size)
+    return expand(sorted({row // group_size for row in rows}), group_size)
 
 
 def full_groups(rows: Iterable[int], group_size: int) -> list[int]:
@@ -169,8 +168,6 @@ def full_groups(rows: Iterable[int], group_size: int) -> list[int]:
 
 def expand(groups: Sequence[int], group_size: int) -> list[int]:
     """Return the rows of groups, in the order of the groups."""
-    if group_size == 1:
-        return list(groups)
     return [group * group_size + place for group in groups for place in range(group_size)]
 
 

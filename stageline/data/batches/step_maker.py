@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from stageline.contracts import broken, call, shown
-from stageline.data.batches.batch import IGNORE, MicroBatch
+from stageline.contracts import IGNORE, broken, call, shown
+from stageline.data.batches.batch import MicroBatch
 from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.sampler import expand
 from stageline.errors import DataError, UserError
@@ -301,10 +301,7 @@ class PromptMaker(StepMaker):
 
 @dataclass(eq=False)
 class PackedStepMaker(StepMaker):
-    """Several samples a row. All replicas make the same number of micro-batches.
-
-    `loss_packed_rows` has the rows of the dataset in a micro-batch; stages do not get it.
-    """
+    """Several samples a row. All replicas make the same number of micro-batches."""
 
     _: KW_ONLY
     capacity: int  # tokens of a row

@@ -74,8 +74,7 @@ class JsonLines(RowsDataset):
     ) -> None:
         path = dataset_folder(dataset_path, name=self.kind)
         check_split(split)
-        self._fields = dict(fields or {})
-        self._group = group
+        self._fields, self._group = dict(fields or {}), group
         self._converter = make_converter(formatting, columns=columns, tags=tags, ranking=ranking)
         self._converts_all = formatting != "auto" or bool(columns) or ranking
         self._replaced = _CONVERTED | set((columns or {}).values())
@@ -85,11 +84,10 @@ class JsonLines(RowsDataset):
         elif not path.is_file():
             name = "train" if test_path is not None else split
             file = find_file(path, (f"{name}.jsonl", f"{name}.json"))
-        rows = self.read(file)
+        rows, self._name = self.read(file), file.stem
         if test_path is None and path.is_file():
             rows = split_rows(rows, split=split, test_size=test_size)
         roots = [Path(image_path)] if image_path else [file.parent, file.parent / "images"]
-        self._name = file.stem
         super().__init__(self.samples(rows), image_roots=roots, num_frames=num_frames)
 
     def read(self, file: Path) -> list[Row]:

@@ -142,8 +142,7 @@ class RowsDataset:
 
     def fingerprint(self) -> str:
         """Return what tells whether another dataset has the same rows, wherever its files are."""
-        digest = hashlib.sha256(type(self).__name__.encode())
-        last = ""
+        digest, last = hashlib.sha256(type(self).__name__.encode()), ""
         for row in self.rows:
             if row.digest not in ("", last):
                 digest.update(f"file {row.digest} ".encode())

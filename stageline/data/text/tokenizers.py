@@ -152,10 +152,8 @@ def with_rowless(
     return NewTokens(before.ids + rowless, pieces, before.fresh | own, own)
 
 
-def processor_of_weights(folder: str | None, *, trust_remote_code: bool = False) -> Any | None:
+def processor_of_weights(folder: str, *, trust_remote_code: bool = False) -> Any | None:
     """Return the processor in a folder with weights; None: it has none."""
-    if folder is None:
-        return None
     try:
         return load_processor(folder, trust_remote_code=trust_remote_code)
     except (UserError, CheckpointError):
