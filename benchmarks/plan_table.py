@@ -8,6 +8,7 @@ Usage: plan_table.py [--counts FOLDER] [--only MODEL]   # counts are kept there 
 import argparse
 import datetime
 import json
+import math
 import sys
 import warnings
 from dataclasses import asdict, dataclass, replace
@@ -51,8 +52,8 @@ WAYS = {"full": {}, "LoRA": ADAPTER, "QLoRA": ADAPTER | NF4}
 TEXT_TWINS = {"Qwen2.5-VL-7B": "Qwen2.5-7B", "InternVL3-8B": "Qwen2.5-7B"}
 ORDER = (
     *("Qwen2.5-0.5B", "Qwen2.5-7B", "Qwen2.5-VL-7B", "Mistral-7B-v0.3", "InternVL3-8B"),
-    *("Llama-3.1-8B", "gemma-2-9b", "phi-4", "Qwen3-30B-A3B", "Qwen2.5-32B"),
-    *("Llama-3.1-70B", "Qwen2.5-72B"),
+    *("Llama-3.1-8B", "gemma-2-9b", "phi-4", "gpt-oss-20b", "GLM-4.7-Flash", "Qwen3-30B-A3B"),
+    *("Qwen2.5-32B", "Llama-3.1-70B", "Qwen2.5-72B"),
 )
 
 
@@ -167,7 +168,7 @@ def _count(name, way, folder):
     outline = outline_of(make_piece(name, way))
     if way == "QLoRA":  # passes as LoRA's, above other weights, one of which is unpacked at a time
         costs = count_model(name, "LoRA", folder)
-        unpacked = max(layer.weights - 4 * layer.num_trainable for layer in costs.layers) // 3
+        unpacked = 2 * largest_matrix(name)
         layers = (
             replace(old, weights=new.weights, transient=old.transient + unpacked)
             for old, new in zip(costs.layers, outline.layers, strict=True)
@@ -180,6 +181,13 @@ def _count(name, way, folder):
     layers = map(_with_facts, costs.layers, outline.layers)
     last = _with_facts(costs.last, outline.last)
     return replace(costs, first=first, layers=tuple(layers), last=last, front=outline.front)
+
+
+def largest_matrix(name):
+    """The numbers of the largest matrix in a layer; each expert has its own."""
+    whole = make_piece(name, "full")(stage=0, num_stages=1, partition=None, device="meta")
+    weights = (p for _, layer in whole.layer_list() for p in layer.parameters() if p.ndim > 1)
+    return max(math.prod(weight.shape[-2:]) for weight in weights)
 
 
 def _with_facts(cost, facts):
