@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -153,7 +153,8 @@ def count_model(name, way, folder):
     file = folder / f"{name}-{way}.json"
     if not file.exists():
         costs = _count(name, way, folder)
-        file.write_text(json.dumps(asdict(costs)))
+        plain = ModelCosts(**{one.name: getattr(costs, one.name) for one in fields(ModelCosts)})
+        file.write_text(json.dumps(asdict(plain)))
     found = json.loads(file.read_text())
     found |= {key: Cost(**found[key]) for key in ("overhead", "first", "last", "tied")}
     found["layers"] = tuple(Cost(**layer) for layer in found["layers"])

@@ -67,26 +67,21 @@ class ExpertTokens:
 
     Args:
         models: their experts get hooks, which do nothing outside of `counting_tokens`.
+
+    Attributes:
+        sums: by module and device; cleared, the count starts again.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._sums: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self.sums: dict[tuple[str, torch.device], torch.Tensor] = {}
         for name, module in (one for model in models for one in model.named_modules()):
             if count := num_experts(module):
                 hook = partial(self._add, name.replace(".lora_module", ""), count)
                 module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def clear(self) -> None:
-        """Start again from zero."""
-        self._sums.clear()
-
-    def read(self) -> dict[str, list[int]]:
+    def read(self) -> dict[str, torch.Tensor]:
         """Return tokens [E] by the name of the experts' module; the host waits for devices."""
-        found: dict[str, list[int]] = {}
-        for (name, _), sums in self._sums.items():
-            own = sums.tolist()
-            found[name] = [a + b for a, b in zip(found.get(name, [0] * len(own)), own, strict=True)]
-        return found
+        return summed((name, sums.cpu()) for (name, _), sums in self.sums.items())
 
     def _add(self, name: str, count: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
         mask = _MASK.get()
@@ -102,15 +97,23 @@ class ExpertTokens:
         else:  # experts that all tokens share
             return
         key = name, given[0].device
-        if key not in self._sums:
-            self._sums[key] = torch.zeros(count, dtype=torch.int64, device=given[0].device)
+        if key not in self.sums:
+            self.sums[key] = torch.zeros(count, dtype=torch.int64, device=given[0].device)
         if chosen is None:
-            self._sums[key] += (chosen_EN & is_real_N).sum(1)
+            self.sums[key] += (chosen_EN & is_real_N).sum(1)
             return
         # beyond E are identities in the place of experts
         adds_NK = is_real_N[:, None] & (chosen_NK < count)
         index = chosen_NK.clamp(max=count - 1).flatten().long()
-        self._sums[key].scatter_add_(0, index, adds_NK.flatten().long())
+        self.sums[key].scatter_add_(0, index, adds_NK.flatten().long())
+
+
+def summed(counts: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the sum of all tensors of a name."""
+    found: dict[str, torch.Tensor] = {}
+    for name, own in counts:
+        found[name] = found[name] + own if name in found else own
+    return found
 
 
 @contextlib.contextmanager

@@ -71,9 +71,9 @@ class StepRecord(StepResult):
         loads, idle = {}, {}
         for name, counts in self.expert_tokens.items():
             layer = next((part for part in name.split(".") if part.isdigit()), name)
-            load = max(counts) * len(counts) / max(sum(counts), 1)
-            loads[layer] = max(round(load, 3), loads.get(layer, 0.0))
-            idle[layer] = round(max(counts.count(0) / len(counts), idle.get(layer, 0.0)), 4)
+            layer = name if layer in loads else layer
+            loads[layer] = round(max(counts) * len(counts) / max(sum(counts), 1), 3)
+            idle[layer] = round(counts.count(0) / len(counts), 4)
         if not loads:
             return {}
         return {

@@ -23,7 +23,7 @@ from stageline.device import is_accelerator, sent
 from stageline.distributed.ranks import Ranks
 from stageline.errors import DataError, UserError
 from stageline.modules.recompute import RandomState
-from stageline.modules.router_records import ExpertTokens
+from stageline.modules.router_records import ExpertTokens, summed
 from stageline.pipeline.plan import Action, Kind
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
@@ -440,7 +440,7 @@ class TrainStep:
     ) -> StepLoss:
         """Run forward and backward of all micro-batches, starting from gradients of zero."""
         self.weights.zero_grad()
-        self.expert_tokens.clear()
+        self.expert_tokens.sums.clear()
         loss_of = StepLoss(
             self.loss_fn,
             num_targets=counts["num_targets"],
@@ -466,15 +466,12 @@ class TrainStep:
         """
         if not self._has_experts:
             return {}
-        own = Ranks.of(self.runner.group).gather(self.expert_tokens.read())
-        found: dict[str, list[int]] = {}
-        for some in (one for replica in self.replicas.gather(own) for one in replica):
-            for name, counts in some.items():
-                known = found.get(name, [0] * len(counts))
-                found[name] = [a + b for a, b in zip(known, counts, strict=True)]
+        own = Ranks.of(self.runner.group).gather([*self.expert_tokens.read().items()])
+        told = self.replicas.gather([one for some in own for one in some])
+        found = summed(one for some in told for one in some)
         self._has_experts = bool(found)
         in_order = sorted(found, key=lambda name: re.sub(r"\d+", lambda m: m[0].zfill(6), name))
-        return {name: found[name] for name in in_order}
+        return {name: found[name].tolist() for name in in_order}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later steps depend on, besides weights and optimizer."""
