@@ -52,7 +52,7 @@ WAYS = {"full": {}, "LoRA": ADAPTER, "QLoRA": ADAPTER | NF4}
 TEXT_TWINS = {"Qwen2.5-VL-7B": "Qwen2.5-7B", "InternVL3-8B": "Qwen2.5-7B"}
 ORDER = (
     *("Qwen2.5-0.5B", "Qwen2.5-7B", "Qwen2.5-VL-7B", "Mistral-7B-v0.3", "InternVL3-8B"),
-    *("Llama-3.1-8B", "gemma-2-9b", "phi-4", "gpt-oss-20b", "GLM-4.7-Flash", "Qwen3-30B-A3B"),
+    *("Llama-3.1-8B", "gemma-2-9b", "phi-4", "gpt-oss-20b", "Qwen3-30B-A3B"),
     *("Qwen2.5-32B", "Llama-3.1-70B", "Qwen2.5-72B"),
 )
 
@@ -280,7 +280,7 @@ def tables(folder, names):
 
 HEAD = """# Which model trains on which GPUs
 
-After this page you know how many GPUs of 24, 48 or 80 GB twelve well-known models need. For your
+After this page you know how many GPUs of 24, 48 or 80 GB thirteen well-known models need. For your
 model, data and GPUs:
 
 ```bash
@@ -295,9 +295,9 @@ reach a third to a half of that speed; use them to compare schedules, splits and
 A step has {samples} sequences of {tokens} tokens, one per micro-batch, with `--bf16
 --gradient-checkpointing`, and AdamW with float32 moments and master weights (18 bytes per trained
 parameter with its gradient). LoRA has rank 16 on every linear layer of the language model; QLoRA
-adds `--quantization nf4 --double-quantization`, which leaves embeddings, LM head and experts in
-bf16. Vision towers are frozen and see one image of 448 x 448 pixels; their activations are not
-counted. Every GPU is a rank of one pipeline, and is full at 95 % of the memory that its driver
+adds `--quantization nf4 --double-quantization`, which leaves embeddings, LM head and routers in
+bf16; experts are quantized one by one, and get no adapter. Vision towers are frozen and see one
+image of 448 x 448 pixels; their activations are not counted. Every GPU is a rank of one pipeline, and is full at 95 % of the memory that its driver
 shows.
 
 A cell has the peak of the fullest GPU, the seconds of a step's forward and backward passes, the
@@ -305,6 +305,15 @@ schedule, and the layers of each stage: with two stages per GPU, `interleaved_1f
 in turn and `zbv` folds them. "no" has the peak that would be needed; shorter sequences,
 `--logits-chunk`, `--optimizer adamw_8bit` or [streaming](streaming.md) may help. Where a few GPUs
 are enough, more are better used as [replicas](choosing.md).
+
+Two rows by hand. A matrix of n numbers in nf4 has n/2 bytes, a scale of one byte for each 64, and
+4 bytes for each 256 scales and 4 for their mean. In a layer of Qwen3-30B-A3B, 128 experts of
+1,536 x 2,048 and 2,048 x 768 are 603,979,776 numbers in 311,575,552 bytes; attention has 9,736,720
+bytes, router and norms in bf16 532,992, and 278,528 numbers of LoRA 557,056. That is 322,402,320
+bytes, and 15,475,311,360 for 48 layers; in bf16 the experts alone are 57,982,058,496. In a layer of
+gpt-oss-20b, 32 experts of 2,880 x 5,760 and 2,880 x 2,880 are 410,767,616 bytes, attention
+13,692,256, biases, router and norms 764,992, LoRA 663,552: 10,221,321,984 for 24 layers. Both
+equal the planner's weights to the byte. Embedding and LM head add 1.2 GiB and 2.2 GiB in bf16.
 
 The fewest GPUs of each size (number x GB; more than eight of a size that is missing):
 

@@ -31,9 +31,9 @@ def expert_parameters(module: nn.Module) -> list[str]:
 
 def num_experts(module: nn.Module) -> int:
     """Return E of a module with fused weights of experts, quantised or not; 0: it has none."""
-    kept = [one for one in vars(module).values() if isinstance(one, ExpertWeight)]
-    if found := [*kept, *(module._parameters[leaf] for leaf in expert_parameters(module))]:
-        return int(found[0].shape[0])
+    own = [*vars(module).values(), *map(module.get_parameter, expert_parameters(module))]
+    if kept := [one for one in own if isinstance(one, ExpertWeight | nn.Parameter)]:
+        return int(kept[0].shape[0])
     # flat weights [E * rows, columns], whose module is called with the choices all the same
     takes = inspect.signature(module.forward).parameters
     return int(getattr(module, "num_experts", 0)) if "top_k_index" in takes else 0

@@ -11,7 +11,6 @@ from commands.stages import stage_key
 from loss_fn import sft
 from pp_models import class_of_key
 from stageline.modules.quantised import Quantization, quantise_layers
-from stageline.modules.recompute import compile_layers
 from stageline.pipeline.runner import PipelineRunner, TorchPipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.shrink import shrink_config
@@ -119,9 +118,7 @@ def count_by_hand(whole, batches):
     return found
 
 
-def make_stage(
-    folder, stage, num_stages, *, quantization=None, recompute=None, is_compiled=False, **options
-):
+def make_stage(folder, stage, num_stages, *, quantization=None, recompute=None, **options):
     config = AutoConfig.from_pretrained(folder)
     kind = class_of_key(stage_key(config))
     model = kind(config, stage=stage, num_stages=num_stages, **options)
@@ -129,8 +126,6 @@ def make_stage(
     if quantization is not None:
         layers = [layer for _, layer in model.layer_list()]
         quantise_layers(layers, quantization, dtype=torch.float32, device="cpu")
-    if is_compiled:
-        compile_layers(model.layer_list(), backend="eager")
     if recompute:
         model.enable_gradient_checkpointing(mode=recompute)
     return model.train()
@@ -189,7 +184,6 @@ CASES = {
         {"each": NUM_LAYERS, "kind": StreamingRunner, "recompute": "full"},
     ),
     "packed": ("1f1b", {"is_packed": True}),
-    "compiled": ("1f1b", {"is_compiled": True}),
     "kept products": ("1f1b", {"recompute": "operators"}),
     "frozen": ("1f1b", {"frozen_llm": True}),
 }
@@ -245,14 +239,14 @@ def test_nothing_is_exchanged_without_experts(tmp_path):
     train_step = make_step(PipelineRunner([stage], device=torch.device("cpu")))
     assert not any(module._forward_pre_hooks for module in stage.modules())
     assert train_step.read_expert_tokens() == {}
-    train_step.replicas = None  # a second call asks nobody
+    train_step.replicas = None  # a second call gathers nothing
     assert train_step.read_expert_tokens() == {}
 
 
 def test_a_run_of_two_replicas_logs_the_load(tmp_path):
     """The figures follow from the counts, and these add up to the tokens of both replicas."""
     job = Job(tmp_path, family="qwen3_moe", num_layers=4)
-    text = job.train("two", "--total-steps", 3, "--dp-degree", 2, ranks=4).out
+    text = job.train("two", "--total-steps", 3, "--dp-degree", 2, "--num-stages", 2, ranks=4).out
     alone_text = job.train("one", "--total-steps", 3, ranks=1).out
     top_k = AutoConfig.from_pretrained(job.model).num_experts_per_tok
     told = {}
