@@ -297,7 +297,8 @@ A step has {samples} sequences of {tokens} tokens, one per micro-batch, with `--
 parameter with its gradient). LoRA has rank 16 on every linear layer of the language model; QLoRA
 adds `--quantization nf4 --double-quantization`, which leaves embeddings, LM head and routers in
 bf16; experts are quantized one by one, and get no adapter. Vision towers are frozen and see one
-image of 448 x 448 pixels; their activations are not counted. Every GPU is a rank of one pipeline, and is full at 95 % of the memory that its driver
+image of 448 x 448 pixels; their activations are not counted.
+Every GPU is a rank of one pipeline, and is full at 95 % of the memory that its driver
 shows.
 
 A cell has the peak of the fullest GPU, the seconds of a step's forward and backward passes, the
@@ -310,7 +311,7 @@ Two rows by hand. A matrix of n numbers in nf4 has n/2 bytes, a scale of one byt
 4 bytes for each 256 scales and 4 for their mean. In a layer of Qwen3-30B-A3B, 128 experts of
 1,536 x 2,048 and 2,048 x 768 are 603,979,776 numbers in 311,575,552 bytes; attention has 9,736,720
 bytes, router and norms in bf16 532,992, and 278,528 numbers of LoRA 557,056. That is 322,402,320
-bytes, and 15,475,311,360 for 48 layers; in bf16 the experts alone are 57,982,058,496. In a layer of
+bytes, and 15,475,311,360 for 48 layers; in bf16 the experts take 57,982,058,496. In a layer of
 gpt-oss-20b, 32 experts of 2,880 x 5,760 and 2,880 x 2,880 are 410,767,616 bytes, attention
 13,692,256, biases, router and norms 764,992, LoRA 663,552: 10,221,321,984 for 24 layers. Both
 equal the planner's weights to the byte. Embedding and LM head add 1.2 GiB and 2.2 GiB in bf16.
