@@ -8,9 +8,10 @@ Usage: plan_table.py [--counts FOLDER] [--only MODEL]   # counts are kept there 
 import argparse
 import datetime
 import json
+import math
 import sys
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -51,8 +52,8 @@ WAYS = {"full": {}, "LoRA": ADAPTER, "QLoRA": ADAPTER | NF4}
 TEXT_TWINS = {"Qwen2.5-VL-7B": "Qwen2.5-7B", "InternVL3-8B": "Qwen2.5-7B"}
 ORDER = (
     *("Qwen2.5-0.5B", "Qwen2.5-7B", "Qwen2.5-VL-7B", "Mistral-7B-v0.3", "InternVL3-8B"),
-    *("Llama-3.1-8B", "gemma-2-9b", "phi-4", "Qwen3-30B-A3B", "Qwen2.5-32B"),
-    *("Llama-3.1-70B", "Qwen2.5-72B"),
+    *("Llama-3.1-8B", "gemma-2-9b", "phi-4", "gpt-oss-20b", "Qwen3-30B-A3B"),
+    *("Qwen2.5-32B", "Llama-3.1-70B", "Qwen2.5-72B"),
 )
 
 
@@ -152,7 +153,8 @@ def count_model(name, way, folder):
     file = folder / f"{name}-{way}.json"
     if not file.exists():
         costs = _count(name, way, folder)
-        file.write_text(json.dumps(asdict(costs)))
+        plain = ModelCosts(**{one.name: getattr(costs, one.name) for one in fields(ModelCosts)})
+        file.write_text(json.dumps(asdict(plain)))
     found = json.loads(file.read_text())
     found |= {key: Cost(**found[key]) for key in ("overhead", "first", "last", "tied")}
     found["layers"] = tuple(Cost(**layer) for layer in found["layers"])
@@ -167,7 +169,7 @@ def _count(name, way, folder):
     outline = outline_of(make_piece(name, way))
     if way == "QLoRA":  # passes as LoRA's, above other weights, one of which is unpacked at a time
         costs = count_model(name, "LoRA", folder)
-        unpacked = max(layer.weights - 4 * layer.num_trainable for layer in costs.layers) // 3
+        unpacked = 2 * largest_matrix(name)
         layers = (
             replace(old, weights=new.weights, transient=old.transient + unpacked)
             for old, new in zip(costs.layers, outline.layers, strict=True)
@@ -180,6 +182,13 @@ def _count(name, way, folder):
     layers = map(_with_facts, costs.layers, outline.layers)
     last = _with_facts(costs.last, outline.last)
     return replace(costs, first=first, layers=tuple(layers), last=last, front=outline.front)
+
+
+def largest_matrix(name):
+    """The numbers of the largest matrix in a layer; each expert has its own."""
+    whole = make_piece(name, "full")(stage=0, num_stages=1, partition=None, device="meta")
+    weights = (p for _, layer in whole.layer_list() for p in layer.parameters() if p.ndim > 1)
+    return max(math.prod(weight.shape[-2:]) for weight in weights)
 
 
 def _with_facts(cost, facts):
@@ -271,7 +280,7 @@ def tables(folder, names):
 
 HEAD = """# Which model trains on which GPUs
 
-After this page you know how many GPUs of 24, 48 or 80 GB twelve well-known models need. For your
+After this page you know how many GPUs of 24, 48 or 80 GB thirteen well-known models need. For your
 model, data and GPUs:
 
 ```bash
@@ -286,9 +295,10 @@ reach a third to a half of that speed; use them to compare schedules, splits and
 A step has {samples} sequences of {tokens} tokens, one per micro-batch, with `--bf16
 --gradient-checkpointing`, and AdamW with float32 moments and master weights (18 bytes per trained
 parameter with its gradient). LoRA has rank 16 on every linear layer of the language model; QLoRA
-adds `--quantization nf4 --double-quantization`, which leaves embeddings, LM head and experts in
-bf16. Vision towers are frozen and see one image of 448 x 448 pixels; their activations are not
-counted. Every GPU is a rank of one pipeline, and is full at 95 % of the memory that its driver
+adds `--quantization nf4 --double-quantization`, which leaves embeddings, LM head and routers in
+bf16; experts are quantized one by one, and get no adapter. Vision towers are frozen and see one
+image of 448 x 448 pixels; their activations are not counted.
+Every GPU is a rank of one pipeline, and is full at 95 % of the memory that its driver
 shows.
 
 A cell has the peak of the fullest GPU, the seconds of a step's forward and backward passes, the
@@ -296,6 +306,15 @@ schedule, and the layers of each stage: with two stages per GPU, `interleaved_1f
 in turn and `zbv` folds them. "no" has the peak that would be needed; shorter sequences,
 `--logits-chunk`, `--optimizer adamw_8bit` or [streaming](streaming.md) may help. Where a few GPUs
 are enough, more are better used as [replicas](choosing.md).
+
+Two rows by hand. A matrix of n numbers in nf4 has n/2 bytes, a scale of one byte for each 64, and
+4 bytes for each 256 scales and 4 for their mean. In a layer of Qwen3-30B-A3B, 128 experts of
+1,536 x 2,048 and 2,048 x 768 are 603,979,776 numbers in 311,575,552 bytes; attention has 9,736,720
+bytes, router and norms in bf16 532,992, and 278,528 numbers of LoRA 557,056. That is 322,402,320
+bytes, and 15,475,311,360 for 48 layers; in bf16 the experts take 57,982,058,496. In a layer of
+gpt-oss-20b, 32 experts of 2,880 x 5,760 and 2,880 x 2,880 are 410,767,616 bytes, attention
+13,692,256, biases, router and norms 764,992, LoRA 663,552: 10,221,321,984 for 24 layers. Both
+equal the planner's weights to the byte. Embedding and LM head add 1.2 GiB and 2.2 GiB in bf16.
 
 The fewest GPUs of each size (number x GB; more than eight of a size that is missing):
 

@@ -4,6 +4,7 @@ The forward pass of transformers runs as it is, eager or with grouped products; 
 in the place of the parameter is another object. Not here: the adapters (`lora.py`).
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,16 @@ def expert_parameters(module: nn.Module) -> list[str]:
         return []
     own = module._parameters.items()
     return [leaf for leaf, p in own if p is not None and p.dim() == 3 and leaf not in vars(module)]
+
+
+def num_experts(module: nn.Module) -> int:
+    """Return E of a module with fused weights of experts, quantised or not; 0: it has none."""
+    own = [*vars(module).values(), *map(module.get_parameter, expert_parameters(module))]
+    if kept := [one for one in own if isinstance(one, ExpertWeight | nn.Parameter)]:
+        return int(kept[0].shape[0])
+    # flat weights [E * rows, columns], whose module is called with the choices all the same
+    takes = inspect.signature(module.forward).parameters
+    return int(getattr(module, "num_experts", 0)) if "top_k_index" in takes else 0
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from stageline.contracts import broken, mismatch, shown
 from stageline.errors import UserError
 from stageline.modules.layer_seeds import NO_SEEDS, LayerSeeds
+from stageline.modules.router_records import counting_tokens
 from stageline.pipeline.plan import Kind
 from stageline.stage import Stage
 
@@ -180,7 +181,8 @@ class StagePasses:
         return tuple(output.detach() for output in outputs)
 
     def _run(self, inputs: Tensors, batch: MicroBatch, loss_of: LossOf | None) -> Tensors:
-        output = run_stage(self.model, inputs, batch)
+        with counting_tokens(self.model, batch):
+            output = run_stage(self.model, inputs, batch)
         if loss_of is not None:
             self.seeds.start_loss()
             output = loss_of(output)

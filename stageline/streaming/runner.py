@@ -13,6 +13,7 @@ from torch import nn
 
 from stageline.modules.chunked_loss import ChunkedLogits
 from stageline.modules.layer_seeds import LayerSeeds
+from stageline.modules.router_records import counting_tokens
 from stageline.pipeline.plan import Action, Kind, grad_flow
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.runner import LocalStages
@@ -22,6 +23,7 @@ from stageline.stage import Stage
 from stageline.streaming.engine import PinModel, RoundPipe
 from stageline.streaming.lanes import Lane
 from stageline.streaming.plan import Plan, choose, costs_of
+from stageline.streaming.recompute import doing_recompute
 from stageline.streaming.run_config import RoundPipeRunConfig
 
 Output = torch.Tensor | Tensors
@@ -138,7 +140,8 @@ class StreamedCall:
         batch = self.batch(index, came[0].device, with_pixels=is_first)
         with self.recorder.span(Action(stage.stage, Kind.FORWARD, index)):
             self.seeds.start(stage, index)
-            made: Any = stage(*came, **model_inputs(batch))
+            with counting_tokens(stage, {} if doing_recompute() else batch):
+                made: Any = stage(*came, **model_inputs(batch))
         if is_last and (chunk := getattr(stage, "logits_chunk", 0)):
             # the head's weights are on this device as long as the stage is
             first, *extra = made if isinstance(made, tuple) else (made,)

@@ -24,7 +24,8 @@ Figures = dict[str, torch.Tensor]
 RESERVED = frozenset(
     "kind step time loss router_loss grad_norm lr learning_rate num_tokens num_targets num_samples "
     "tok/s tokens_per_second seconds is_skipped peak_memory_bytes trouble warnings token_accuracy "
-    "is_best non_finite loss_figures data_wait perplexity".split()
+    "is_best non_finite loss_figures data_wait perplexity expert_load "
+    "expert_load_by_layer idle_experts idle_experts_by_layer".split()
 )
 
 

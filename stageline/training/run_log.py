@@ -4,6 +4,7 @@ Only the main rank writes; on others every method does nothing.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 from tqdm import tqdm
@@ -38,6 +39,7 @@ MAX_LINES = 50  # lines of progress, where there is no terminal
 MAX_SHOWN = 6  # metrics of a loss in a line
 EVENTS = "to TensorBoard"
 MEMORY_EVERY = 10  # steps between two looks at the peak of memory
+BY_LAYER = "_by_layer"  # ends the name of {layer: number}
 TOLD_WAIT = 0.05  # share of the time; a run that waits more for data can be made faster
 
 
@@ -48,18 +50,38 @@ class StepRecord(StepResult):
     Attributes:
         peak_memory_bytes: of each rank of the pipeline, or of each device of a single process.
         part_rates: part of the model -> its learning rate, of those that have one of their own.
+        expert_tokens: experts' module -> tokens of each expert; empty: none, or not read.
     """
 
     step: int  # steps done; the first one is 1
     seconds: float  # from the batch to the updated weights
     peak_memory_bytes: tuple[int, ...] = ()
     part_rates: Mapping[str, float] = field(default_factory=dict)
+    expert_tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
     wait_share: float = 0.0  # the share of the seconds that went into waiting for batches
     bubble: float | None = None  # idle share of the time of all ranks; None: not measured
 
     @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @functools.cached_property
+    def expert_load(self) -> dict[str, Any]:
+        """Return figures of the routers' balance: 1 is the mean load of an expert in its layer."""
+        loads, idle = {}, {}
+        for name, counts in self.expert_tokens.items():
+            layer = next((part for part in name.split(".") if part.isdigit()), name)
+            layer = name if layer in loads else layer
+            loads[layer] = round(max(counts) * len(counts) / max(sum(counts), 1), 3)
+            idle[layer] = round(counts.count(0) / len(counts), 4)
+        if not loads:
+            return {}
+        return {
+            "expert_load": max(loads.values()),
+            "idle_experts": round(sum(idle.values()) / len(idle), 4),
+            f"expert_load{BY_LAYER}": loads,
+            f"idle_experts{BY_LAYER}": idle,
+        }
 
     def logged(self) -> dict[str, Any]:
         """Return the record of the log, by name."""
@@ -68,7 +90,7 @@ class StepRecord(StepResult):
             figures["loss_figures"] = list(self.figures)
         if self.extra_loss:
             figures["router_loss"] = self.extra_loss
-        figures |= {
+        figures |= self.expert_load | {
             "grad_norm": self.grad_norm,
             "lr": self.learning_rate,
             **{f"lr_{part}": rate for part, rate in self.part_rates.items()},
@@ -112,6 +134,8 @@ class StepRecord(StepResult):
         shown |= dict(list(own.items())[:MAX_SHOWN])  # the log has all
         rates = "".join(f", {part} {rate:.1e}" for part, rate in self.part_rates.items())
         fields = [f"{name} {value:.4f}" for name, value in shown.items()]
+        if self.expert_load:
+            fields.append(f"expert_load {self.expert_load['expert_load']:.2f}")
         fields += ["skipped"] * self.is_skipped
         fields += [f"grad_norm {self.grad_norm:.3g}", f"lr {self.learning_rate:.1e}{rates}"]
         return " | ".join([*fields, *self.pace])
@@ -131,7 +155,8 @@ class RunLog:
     """The log of a run in its folder and on the screen; a context manager.
 
     Args:
-        folder: gets log.jsonl, run.log, tensorboard/ and loss.png. An existing log is continued.
+        folder: gets log.jsonl, run.log, tensorboard/ and loss.png; of a mixture of experts also
+            expert_tokens.jsonl. An existing log is continued.
         context: where this rank stands; None: it is the only one.
         start_step: steps done before; events and curves beyond it are replaced.
         log_steps: steps between two records; the first and the last step always have one.
@@ -161,6 +186,10 @@ class RunLog:
         self._peaks: list[int] = []
         self._held_out: list[str] = []  # the last evaluation
         self.total_steps, self.start_step, self.log_steps = total_steps, start_step, log_steps
+        # 1, 2, 5, 10 ... steps between two lines on the screen, so that they stay few
+        intervals = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+        num_steps = total_steps - start_step
+        self._line_every = next(one for one in intervals if num_steps <= one * MAX_LINES)
         self._listeners: dict[str, Any] = {"to the tracker": tracker}
         self._beside = contextlib.ExitStack()
         if not self.is_main:
@@ -168,7 +197,9 @@ class RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / "log.jsonl"
         terminal.keep(self.folder / "run.log")
+        self._experts_path = self.folder / "expert_tokens.jsonl"
         cut_torn_line(self.path)
+        cut_torn_line(self._experts_path)
         self._file = self.path.open("a+", encoding="utf-8")
         try:
             self._listeners[EVENTS] = _Events(self.folder / "tensorboard", start_step)
@@ -200,10 +231,6 @@ class RunLog:
             if sys.stdout.isatty():
                 self._beside.enter_context(contextlib.redirect_stdout(above))
             self._beside.enter_context(contextlib.redirect_stderr(above))
-        # 1, 2, 5, 10 ... steps between two lines, so that they stay few
-        intervals = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
-        num_steps = total_steps - start_step
-        self._line_every = next(one for one in intervals if num_steps <= one * MAX_LINES)
         self._start = time.monotonic()
         self._waited = self._seconds = 0.0  # since the last line
         self._bubble: float | None = None  # the last one that was measured
@@ -212,9 +239,8 @@ class RunLog:
         """Log one optimizer step and show it."""
         if not self.is_main:
             return
-        is_end = record.step in (self.start_step + 1, self.total_steps)
         notes = record.notes()
-        if is_end or notes or record.step % self.log_steps == 0:
+        if notes or self._is_due(record.step, self.log_steps):
             self._write("train", record.step, record.logged())
         for note in notes:
             self.say(f"step {record.step}/{self.total_steps}: {note}")
@@ -225,8 +251,10 @@ class RunLog:
         share = self._waited / max(self._seconds, self._waited, 1e-9)
         record = replace(record, wait_share=share, bubble=self._bubble)
         terminal.started()
-        is_line = is_end or record.step % self._line_every == 0
-        if is_line:
+        if is_line := self._is_due(record.step, self._line_every):
+            if record.expert_tokens:
+                with self._experts_path.open("a", encoding="utf-8") as file:
+                    self._append(file, {"step": record.step, **record.expert_tokens})
             seconds = (time.monotonic() - self._start) / (record.step - self.start_step)
             left = duration(seconds * (self.total_steps - record.step))
             line = f"step {record.step}/{self.total_steps} | {record} | eta {left}"
@@ -238,6 +266,10 @@ class RunLog:
             shown = " | ".join([f"loss {record.loss:.4f}", *record.pace])
             self._bar.set_postfix_str(shown, refresh=False)
             self._bar.update(record.step - self._bar.n)
+
+    def _is_due(self, step: int, *intervals: int) -> bool:
+        is_end = step in (self.start_step + 1, self.total_steps)
+        return is_end or any(step % interval == 0 for interval in intervals)
 
     def log_eval(self, step: int, figures: Mapping[str, Any]) -> None:
         """Log an evaluation and redraw the curve."""
@@ -286,18 +318,21 @@ class RunLog:
 
     def _write(self, kind: str, step: int, figures: Mapping[str, Any]) -> None:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite(figures)}
+        self._append(self._file, record)
+        if figures:  # events have inf and nan; a service may not take them
+            self._tell(EVENTS, lambda events: events.log(kind, step, scalars(figures)))
+            told = scalars(finite(figures))
+            self._tell("to the tracker", lambda tracker: tracker.log(kind, step, told))
+
+    def _append(self, file: TextIO, record: Mapping[str, Any]) -> None:
         try:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.flush()
         except OSError as error:
             raise StorageError(
                 f"the log in {self.folder} cannot be written ({error}). Make room, then resume: "
                 "its checkpoints are as they were."
             ) from error
-        if figures:  # events have inf and nan; a service may not take them
-            self._tell(EVENTS, lambda events: events.log(kind, step, scalars(figures)))
-            told = scalars(finite(figures))
-            self._tell("to the tracker", lambda tracker: tracker.log(kind, step, told))
 
     def _tell(self, name: str, what: Callable[[Any], object]) -> None:
         """Call a listener, which is dropped when it fails: no run ends because of it."""
@@ -314,16 +349,25 @@ class RunLog:
             )
 
     def stepped(
-        self, step: int, result: StepResult, seconds: float, *, bubble: float | None = None
+        self,
+        step: int,
+        result: StepResult,
+        seconds: float,
+        *,
+        bubble: float | None = None,
+        read_expert_tokens: Callable[[], Mapping[str, Sequence[int]]] = dict,
     ) -> None:
-        """Log an optimizer step, with its bubble where that was measured."""
+        """Log an optimizer step, with its bubble where that was measured; every rank calls this."""
         assert self.context is not None
         if not self._peaks or step % MEMORY_EVERY == 0:  # the first of a resumed run, too
             self._peaks = gather_peaks(self.context.devices, group=self.context.pp_group)
         rates = {part: result.learning_rate * scale for part, scale in self.lr_scales.items()}
         given: dict[str, Any] = {"step": step, "seconds": seconds, "bubble": bubble}
         given |= {"peak_memory_bytes": tuple(self._peaks), "part_rates": rates, **vars(result)}
-        self.log_step(StepRecord(**given))
+        record = StepRecord(**given)
+        if record.notes() or self._is_due(step, self.log_steps, self._line_every):
+            record = replace(record, expert_tokens=read_expert_tokens())
+        self.log_step(record)
 
     def evaluated(
         self,
@@ -401,12 +445,15 @@ def duration(seconds: float) -> str:
 
 
 def scalars(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among the figures; of a list of numbers one for each rank."""
+    """Return the numbers among the figures; of several one for each rank or layer."""
     numbers: dict[str, float] = {}
     for name, value in figures.items():
         named = {name: value}
         if isinstance(value, list | tuple):
             named = {f"{name}/rank_{rank}": item for rank, item in enumerate(value)}
+        elif name.endswith(BY_LAYER):
+            plain = name.removesuffix(BY_LAYER)
+            named = {f"{plain}/layer_{layer}": item for layer, item in value.items()}
         numbers |= {n: float(item) for n, item in named.items() if isinstance(item, int | float)}
     return numbers
 

@@ -6,6 +6,7 @@ get the same result.
 
 import functools
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,8 +20,10 @@ from torch import nn
 from stageline import progress
 from stageline.data.batches.batch import count_samples
 from stageline.device import is_accelerator, sent
+from stageline.distributed.ranks import Ranks
 from stageline.errors import DataError, UserError
 from stageline.modules.recompute import RandomState
+from stageline.modules.router_records import ExpertTokens, summed
 from stageline.pipeline.plan import Action, Kind
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
@@ -282,6 +285,8 @@ class TrainStep:
         self.shared_figures = SharedFigures(
             runner.group, replicas=self.replicas, device=runner.device
         )
+        self.expert_tokens = ExpertTokens(runner.local.models)
+        self._has_experts = True
         for passes in runner.passes.values():
             passes.after_weights = self.replicas.end_weight_pass
         named = runner.local.named_parameters().items()
@@ -435,6 +440,7 @@ class TrainStep:
     ) -> StepLoss:
         """Run forward and backward of all micro-batches, starting from gradients of zero."""
         self.weights.zero_grad()
+        self.expert_tokens.sums.clear()
         loss_of = StepLoss(
             self.loss_fn,
             num_targets=counts["num_targets"],
@@ -452,6 +458,20 @@ class TrainStep:
         told = StepProgress(recorder, device=self.runner.device)
         self.runner.step(micro_batches, loss_fn=loss_of, recorder=told)
         return loss_of
+
+    def read_expert_tokens(self) -> dict[str, list[int]]:
+        """Return the tokens of each expert in the last step, over all ranks, by layer.
+
+        Every rank calls this; without experts nothing is exchanged after the first call.
+        """
+        if not self._has_experts:
+            return {}
+        own = Ranks.of(self.runner.group).gather([*self.expert_tokens.read().items()])
+        told = self.replicas.gather([one for some in own for one in some])
+        found = summed(one for some in told for one in some)
+        self._has_experts = bool(found)
+        in_order = sorted(found, key=lambda name: re.sub(r"\d+", lambda m: m[0].zfill(6), name))
+        return {name: found[name].tolist() for name in in_order}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later steps depend on, besides weights and optimizer."""

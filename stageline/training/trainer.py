@@ -348,7 +348,13 @@ class Trainer:
             result = self.rollouts.told(result)
         with progress.doing("log"):
             events = self.timeline.measured() if self.timeline.is_timed(step - 1) else []
-            self.report.stepped(step, result, seconds, bubble=bubble(events) if events else None)
+            self.report.stepped(
+                step,
+                result,
+                seconds,
+                bubble=bubble(events) if events else None,
+                read_expert_tokens=self.train_step.read_expert_tokens,
+            )
             self.tell_saved()
         if step == self.timeline.step + 1:
             self.report.timeline(step, events, self.timeline.ideal(events))
