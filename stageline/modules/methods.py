@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from stageline.device import is_accelerator
 from stageline.errors import UserError, spelled
 from stageline.modules.lora import MAX_NAMES_SHOWN, is_target, strip_lora
 from stageline.modules.pass_through import DONE, PassThrough
@@ -132,7 +131,7 @@ class _LinearInFloat32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_NI, weight_OI)
-        if is_accelerator(x_NI.device) and x_NI.dtype == weight_OI.dtype:
+        if x_NI.is_cuda and x_NI.dtype == weight_OI.dtype:
             return torch.mm(x_NI, weight_OI.T, out_dtype=torch.float32)
         found_NO = x_NI.new_empty(len(x_NI), len(weight_OI), dtype=torch.float32)
         x_NI = x_NI.float()
@@ -144,6 +143,13 @@ class _LinearInFloat32(torch.autograd.Function):
     def backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_NI, weight_OI = ctx.saved_tensors
         wants_x, wants_weight = (_is_reached(node) for node, _ in ctx.next_functions)
+        if x_NI.is_cuda and x_NI.dtype == weight_OI.dtype:
+            # as behind a half head: products in float32 took 14 times as long on an H200
+            grad_NO = grad_NO.to(x_NI.dtype)
+            return (
+                grad_NO @ weight_OI if wants_x else None,
+                grad_NO.T @ x_NI if wants_weight else None,
+            )
         grad_x = torch.zeros_like(x_NI, dtype=torch.float32) if wants_x else None
         grad_weight = torch.empty_like(weight_OI) if wants_weight else None
         exact_NI = x_NI.float()
