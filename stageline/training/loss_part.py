@@ -184,6 +184,8 @@ class LossPart:
             }
             loss, figures = self(logits, micro_batch, totals=totals, step=step)
             for name, value in {"loss": loss, **figures}.items():
+                if name.endswith(LARGEST):  # not a sum
+                    continue
                 found.setdefault(name, {})[chosen] = value.detach().double().cpu()
         return found
 
