@@ -143,7 +143,7 @@ def test_the_head_computes_in_float32(head, dtype, tmp_path, monkeypatch):
         cap = stage.config.final_logit_softcapping
         wanted = cap * (wanted / cap).tanh()
     torch.testing.assert_close(found.double(), wanted, **EXACT)
-    with pytest.raises(AssertionError):  # of logits that were only cast
+    with pytest.raises(AssertionError):  # logits that were only cast differ
         torch.testing.assert_close(plain.double(), wanted, **EXACT)
 
 

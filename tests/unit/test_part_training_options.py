@@ -178,6 +178,7 @@ def test_a_saved_config_repeats_a_run_with_dtype_auto(dtype, tmp_path):
 )
 def test_the_head_is_in_float32_where_answers_are_drawn(words, draws, expected):
     parts = {"engine": SimpleNamespace(key="pipeline", facts=SimpleNamespace(topology=None))}
+    parts["optimizer"] = SimpleNamespace(facts=SimpleNamespace(needs_whole=False))
     parts["loss_fn"] = SimpleNamespace(facts=SimpleNamespace(samples_answers=draws))
     plan = make_plan(SimpleNamespace(run=run_of(words), parts=parts, imports=()))
     assert plan.run.fp32.logits is expected
