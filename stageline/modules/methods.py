@@ -190,7 +190,7 @@ def head_in_float32(head: nn.Module) -> None:
     for module in head.modules():
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
             if module.weight.dtype in HALF_TYPES:
-                module.forward = functools.partial(_linear_of, module)
+                module.forward = functools.partial(_linear_of, module)  # type: ignore[method-assign]
     # a head of another class rounds its logits once, but capping and scaling do not round again
     head.register_forward_hook(
         lambda module, args, logits: logits.float() if logits.dtype in HALF_TYPES else None
