@@ -650,6 +650,8 @@ def grpo(
     kl_beta: float,
     sampling_temperature: float,
     max_completion_length: int,
+    bf16: bool,
+    fp16: bool,
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo",
     importance_sampling_level: Literal["token", "sequence"] = "token",
     epsilon: float = 0.2,
@@ -692,6 +694,7 @@ def grpo(
         importance_cap=importance_cap,
         temperature=sampling_temperature,
         max_completion_length=max_completion_length,
+        is_half=bf16 or fp16,
     )
     options.check()
     return policy_loss.policy_loss(

@@ -4,7 +4,6 @@
 `--help` lists the options, `--list` the components. Each rank continues in train_engines.py.
 """
 
-import dataclasses
 import json
 import os
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import yaml
 
 from commands import start
 from commands.stages import family_key, with_family_key
+from options.fields import replaced
 from options.model import check_vision
 from options.train import RunConfig, check_memory, check_streaming
 from parse_args import TrainArguments, parse_train_args
@@ -92,7 +92,10 @@ def make_plan(config: TrainArguments) -> RunPlan:
         if not run.schedule.endswith(".csv"):  # a file may place other numbers on each rank
             changes["stages_per_rank"] = topology.num_stages // topology.num_ranks
     changes |= {"num_stages": topology.num_stages, "dp_degree": topology.dp_degree}
-    run = dataclasses.replace(run, **changes)
+    if run.fp32.logits is None:  # on where the gap between drawing and training counts
+        draws = parts["loss_fn"].facts.samples_answers or run.teacher.lmbda > 0
+        changes["fp32.logits"] = bool(draws) and run.precision != "fp32"
+    run = replaced(run, changes)
     check_vision(run)
     return RunPlan(run, parts, config.imports, topology)
 

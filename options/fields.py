@@ -171,7 +171,7 @@ def check_together(config: Any) -> None:
     """Refuse options without one that they need, and two that exclude each other."""
     fields, given = option_fields(config), given_options(config)
 
-    def is_given(text: str, *, exactly: bool) -> bool:
+    def is_given(text: str, exactly: bool) -> bool:
         """Return whether an option was given, and with the value after it if `exactly`."""
         name, _, wanted = text[2:].replace("-", "_").partition(" ")
         return str(value_of(config, name)) == wanted if exactly else name in given
@@ -186,14 +186,15 @@ def check_together(config: Any) -> None:
         for needed in (text.format(part=part) for text in fields[name].metadata["needs"]):
             # FOLDER and 2 are examples, nf4 is a required value
             choices = {one: one.partition(" ")[2][:1].islower() for one in needed.split(" or ")}
-            if not any(is_given(one, exactly=exactly) for one, exactly in choices.items()):
+            # an option that is turned off needs nothing
+            if value is not False and not any(is_given(*one) for one in choices.items()):
                 told = [one if exactly else one.split()[0] for one, exactly in choices.items()]
                 raise OptionError(
                     f"{shown} requires {' or '.join(told)}. Add {next(iter(choices))} or drop "
                     f"{spelled(name)}."
                 )
         for other in fields[name].metadata["excludes"]:
-            if is_given(other, exactly=" " in other):
+            if is_given(other, " " in other):
                 raise OptionError(f"{shown} and {other} exclude each other. Drop one of them.")
 
 

@@ -115,7 +115,9 @@ class Float32Settings(Options):
     """Model: float32 under --bf16 or --fp16"""
 
     norms: bool = _half_option(False, "norms in float32", excludes=("--dp-shard",))
-    logits: bool = _half_option(False, "logits in float32")
+    logits: bool | None = _half_option(
+        None, "LM head in float32; default: with --loss-fn grpo or --teacher.lmbda"
+    )
 
 
 def method_arguments(run: Any) -> dict[str, dict[str, Any]]:

@@ -214,8 +214,8 @@ class MachineOptions(Options):
     device: Literal["auto", "cpu", "cuda", "xpu", "npu", "mps"] = free_option(
         "auto", "device: auto = an accelerator, else the CPU (never mps)", to="train_model builder"
     )
-    bf16: bool = option(False, "compute in bfloat16", excludes=("--fp16",))
-    fp16: bool = option(False, "compute in float16")
+    bf16: bool = option(False, "compute in bfloat16", excludes=("--fp16",), to="loss_fn")
+    fp16: bool = option(False, "compute in float16", to="loss_fn")
     dtype: Literal["auto"] | None = option(None, "auto = as config.json; else --bf16 or --fp16")
     trust_remote_code: bool = free_option(False, "run the model's code", to="train_model builder")
 

@@ -5,7 +5,7 @@ Plain objects; the options are in `options/model.py`.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -122,6 +122,85 @@ def norms_to_float32(model: nn.Module) -> None:
             module.forward = functools.partial(in_float32, module.forward)
 
 
+class _LinearInFloat32(torch.autograd.Function):
+    """x W^T in float32 of half factors, of which no copy in float32 lives longer than its product.
+
+    A product of two half numbers is exact in float32, so that only sums are rounded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_NI, weight_OI)
+        if x_NI.is_cuda and x_NI.dtype == weight_OI.dtype:
+            return torch.mm(x_NI, weight_OI.T, out_dtype=torch.float32)
+        found_NO = x_NI.new_empty(len(x_NI), len(weight_OI), dtype=torch.float32)
+        x_NI = x_NI.float()
+        for rows, found in _row_chunks(weight_OI, found_NO.T):
+            torch.mm(x_NI, rows.float().T, out=found.T)
+        return found_NO
+
+    @staticmethod
+    def backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_NI, weight_OI = ctx.saved_tensors
+        wants_x, wants_weight = (_is_reached(node) for node, _ in ctx.next_functions)
+        if x_NI.is_cuda and x_NI.dtype == weight_OI.dtype:
+            # a half head rounds here too, and float32 products take 14 times as long on an H200
+            grad_NO = grad_NO.to(x_NI.dtype)
+            return (
+                grad_NO @ weight_OI if wants_x else None,
+                grad_NO.T @ x_NI if wants_weight else None,
+            )
+        grad_x = torch.zeros_like(x_NI, dtype=torch.float32) if wants_x else None
+        grad_weight = torch.empty_like(weight_OI) if wants_weight else None
+        exact_NI = x_NI.float()
+        for place, (rows, grads) in enumerate(_row_chunks(weight_OI, grad_NO.T)):
+            if grad_x is not None:
+                grad_x.addmm_(grads.T, rows.float())
+            if grad_weight is not None:
+                start = place * HEAD_ROWS
+                grad_weight[start : start + HEAD_ROWS] = grads @ exact_NI
+        return None if grad_x is None else grad_x.to(x_NI.dtype), grad_weight
+
+
+def _is_reached(node: Any) -> bool:
+    """Whether the running backward pass wants a gradient there; zero-bubble schedules split it."""
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that torch.autograd.grad was asked about
+        return True
+
+
+HEAD_ROWS = 1024  # rows of a weight at a time: on a CPU they stay in its cache
+
+
+def _row_chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*(one.split(HEAD_ROWS) for one in tensors), strict=True)
+
+
+def linear_in_float32(
+    x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return x W^T + b [..., O] in float32, with gradients in the dtypes of the factors."""
+    found = _LinearInFloat32.apply(x.flatten(0, -2), weight_OI).unflatten(0, x.shape[:-1])
+    return found if bias_O is None else found + bias_O.float()
+
+
+def head_in_float32(head: nn.Module) -> None:
+    """Compute the logits of a half head, with its adapters, in float32; weights stay half."""
+    for module in head.modules():
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+            if module.weight.dtype in HALF_TYPES:
+                module.forward = functools.partial(_linear_of, module)  # type: ignore[method-assign]
+    # a head of another class rounds its logits once, but capping and scaling do not round again
+    head.register_forward_hook(
+        lambda module, args, logits: logits.float() if logits.dtype in HALF_TYPES else None
+    )
+
+
+def _linear_of(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return linear_in_float32(x, module.weight, module.bias)
+
+
 # Rotary positions for texts longer than a model was trained for, written into its configuration.
 # transformers reads all of it from `config.rope_parameters`: the model code is as it was, every
 # stage computes the same frequencies, and a saved folder computes them again.
@@ -231,7 +310,7 @@ class Methods:
         freeze: which layers of the language model train.
         rope_scaling: positions for longer texts.
         norms_fp32: norms of a half model are kept and computed in float32.
-        upcast_lm_head: logits are float32.
+        upcast_lm_head: the head of a half model computes logits in float32.
         quantization: of the frozen linear layers below LoRA.
     """
 
@@ -299,10 +378,7 @@ class Methods:
         if self.norms_fp32:
             norms_to_float32(model)
         if self.upcast_lm_head and model.is_last and model.whole is not None:
-            # so that capping, scaling and the loss do not round logits again
-            model.whole.get_output_embeddings().register_forward_hook(
-                lambda module, args, logits: logits.float() if logits.dtype in HALF_TYPES else None
-            )
+            head_in_float32(model.whole.get_output_embeddings())
 
     def trained_names(self, model: Any) -> frozenset[str] | None:
         """Parameters of language model and head that train, of all stages; None: no rule."""

@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from stageline.errors import UserError
 from stageline.modules.lora_layer import name_seed
+from stageline.modules.methods import linear_in_float32
 from stageline.stage import Stage
 
 Matrix = nn.Embedding | nn.Linear
@@ -224,7 +225,10 @@ def _score_new(
     """Put the logits of new tokens into their places."""
     rows = cast(TokenRows, module.get_submodule(ROWS))
     bias = None if module.bias is None else module.bias[rows.ids]
-    own = F.linear(args[0] if args else kwargs["input"], rows.weight, bias)
+    is_exact = logits.dtype == torch.float32 != rows.weight.dtype
+    own = (linear_in_float32 if is_exact else F.linear)(
+        args[0] if args else kwargs["input"], rows.weight, bias
+    )
     # in place: another tensor of this size is the largest of a step
     return logits.index_copy_(-1, rows.ids, own.to(logits.dtype))
 

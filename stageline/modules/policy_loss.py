@@ -51,6 +51,7 @@ class PolicyOptions:
     importance_cap: float = 3.0
     temperature: float = 1.0
     max_completion_length: int = 512
+    is_half: bool = False  # the model computes in a half type, whatever its logits have
 
     @property
     def high(self) -> float:
@@ -190,7 +191,7 @@ def policy_loss(
     log_probs_BT, entropy_BT = _log_probs_and_entropies(logits_BTV, batch, is_learnt_BT, options)
     old_BT = batch[OLD].to(log_probs_BT) if OLD in batch else log_probs_BT.detach()
     terms_BT, figures_BT = policy_terms(log_probs_BT, old_BT, is_learnt_BT, batch, options)
-    factors_BT = correction(old_BT, is_learnt_BT, batch, options, dtype=logits_BTV.dtype)
+    factors_BT = correction(old_BT, is_learnt_BT, batch, options)
     if factors_BT is not None:
         terms_BT = terms_BT * factors_BT
     if options.kl_beta:
@@ -216,10 +217,31 @@ def policy_loss(
         loss = loss - options.entropy_coef * entropy_BT.sum() / tokens
     if OLD in batch:
         figures_BT["policy_gap"] = (log_probs_BT.detach() - old_BT).abs()
+    largest = {}
     if SAMPLED in batch:
-        figures_BT["sampling_gap"] = (old_BT - batch[SAMPLED].to(old_BT)).abs()
+        apart_BT = old_BT - batch[SAMPLED].to(old_BT)
+        figures_BT["sampling_gap"] = apart_BT.abs()
+        ratios = torch.exp(_log_ratios(apart_BT, is_learnt_BT, batch, options))
+        is_cispo = options.loss_type == "cispo"  # its range has only an upper end
+        low, high = (0.0, options.high) if is_cispo else (1 - options.epsilon, 1 + options.high)
+        figures_BT["sampling_gap_clipped"] = ((ratios < low) | (ratios > high)).expand_as(learnt_BT)
+        largest["sampling_gap_max"] = (apart_BT.abs() * learnt_BT).amax()
     figures = {name: (value * learnt_BT).sum() / tokens for name, value in figures_BT.items()}
-    return loss, figures
+    return loss, figures | largest
+
+
+def _log_ratios(
+    apart_BT: torch.Tensor, is_learnt_BT: torch.Tensor, batch: MicroBatch, options: PolicyOptions
+) -> torch.Tensor:
+    """Return differences of log-probabilities by token, or their mean over each answer."""
+    if options.level == "token":
+        return apart_BT
+    learnt_BT = is_learnt_BT.to(apart_BT)
+    sums_A, counts_A = (
+        _by_answer(values_BT, batch, len(batch[ADVANTAGES]))
+        for values_BT in (apart_BT * learnt_BT, learnt_BT)
+    )
+    return _by_token(sums_A / counts_A.clamp(min=1), batch)
 
 
 def policy_terms(
@@ -232,15 +254,7 @@ def policy_terms(
     """The clipped term of each token, [B, T], and where it is clipped."""
     advantages_A = given(batch, ADVANTAGES, ANSWERS).to(log_probs_BT)
     advantages_BT = _by_token(advantages_A, batch)
-    log_ratios = log_probs_BT - old_BT
-    if options.level == "sequence":
-        learnt_BT = is_learnt_BT.to(log_ratios)
-        sums_A, counts_A = (
-            _by_answer(values_BT, batch, len(advantages_A))
-            for values_BT in (log_ratios * learnt_BT, learnt_BT)
-        )
-        log_ratios = _by_token(sums_A / counts_A.clamp(min=1), batch)
-    ratios = torch.exp(log_ratios)
+    ratios = torch.exp(_log_ratios(log_probs_BT - old_BT, is_learnt_BT, batch, options))
     if options.loss_type == "cispo":
         weights = ratios.clamp(max=options.high).detach()
         is_clipped = (ratios > options.high) & (advantages_BT > 0)
@@ -262,19 +276,15 @@ def correction(
     is_learnt_BT: torch.Tensor,
     batch: MicroBatch,
     options: PolicyOptions,
-    *,
-    dtype: torch.dtype,
 ) -> torch.Tensor | None:
     """Factor of the terms, as tokens were drawn with other roundings than they are trained with.
 
     [B, T] or [B, 1]; None: no factor. The ratio of the two probabilities, cut at a cap, or 0 above.
-
-    Args:
-        dtype: of the logits: "auto" corrects what half types round, as trl does of its engine.
+    "auto" corrects what half types round, as trl does of its engine.
     """
     kind = options.importance_correction
     if kind == "auto":
-        kind = "sequence_mask" if dtype in (torch.bfloat16, torch.float16) else "none"
+        kind = "sequence_mask" if options.is_half else "none"
     if kind == "none":
         return None
     apart = (old_BT - given(batch, SAMPLED, ANSWERS).to(old_BT)).detach() * is_learnt_BT

@@ -20,6 +20,7 @@ from stageline.errors import UserError
 from stageline.pipeline.runner import MicroBatch
 
 Figures = dict[str, torch.Tensor]
+LARGEST = "_max"  # at the end of a figure's name: the largest of the step, not the sum
 # names in the log that a loss may not take for a figure of its own
 RESERVED = frozenset(
     "kind step time loss router_loss grad_norm lr learning_rate num_tokens num_targets num_samples "
@@ -183,6 +184,8 @@ class LossPart:
             }
             loss, figures = self(logits, micro_batch, totals=totals, step=step)
             for name, value in {"loss": loss, **figures}.items():
+                if name.endswith(LARGEST):  # not a sum
+                    continue
                 found.setdefault(name, {})[chosen] = value.detach().double().cpu()
         return found
 
@@ -222,7 +225,7 @@ class StepLoss:
         scale: of fp16's loss scaling; in no figure.
 
     Attributes:
-        loss, figures: sums of what `loss_fn` returned, scalars in float32.
+        loss, figures: sums of what `loss_fn` returned, scalars in float32; of some the largest.
         extra_loss: the mean of the extra losses; 0 for models without.
         each: the loss of every micro-batch in the order of the calls, extra loss included.
     """
@@ -254,7 +257,9 @@ class StepLoss:
             loss, figures = self.part(logits_of(output), batch, totals=self.totals, step=self.step)
         self.loss = self.loss + loss.detach().float()
         for name, value in figures.items():
-            self.figures[name] = self.figures.get(name, 0) + value.float()
+            before = self.figures.get(name, torch.zeros_like(value)).float()
+            join = torch.maximum if name.endswith(LARGEST) else torch.add
+            self.figures[name] = join(before, value.float())
         if isinstance(output, tuple):
             extra_loss = output[1] / self.num_micro_batches
             self.extra_loss = self.extra_loss + extra_loss.detach().float()

@@ -15,7 +15,7 @@ from stageline.distributed.failure_record import raised_at
 from stageline.errors import UserError
 from stageline.modules.losses import without_reference
 from stageline.seeds import host_state_kept, seed_host
-from stageline.training.loss_part import LossPart, MicroBatch, innermost
+from stageline.training.loss_part import LARGEST, LossPart, MicroBatch, innermost
 
 
 def check_optimizer(
@@ -139,6 +139,8 @@ def check_loss(part: LossPart, batch: MicroBatch, *, vocab_size: int) -> str | N
             middle = num_rows // 2
             halves = [value_of(example, rows=rows) for rows in (slice(middle), slice(middle, None))]
         for name, value in found.items():
+            if name.endswith(LARGEST):  # neither a share nor a sum
+                continue
             added = sum(half[name] for half in halves)
             if abs(doubled[name] - value / 2) > TOLERANCE * max(abs(value), 1e-6):
                 came = f"with {', '.join(part.counts)} {COUNT:.0f}, and {doubled[name]:.6g}"

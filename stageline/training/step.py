@@ -34,7 +34,7 @@ from stageline.training.grad_norm import (
     stages_without_gradient,
     total_norm,
 )
-from stageline.training.loss_part import LossPart, StepLoss
+from stageline.training.loss_part import LARGEST, LossPart, StepLoss
 from stageline.training.nonfinite import Skips, find_non_finite
 from stageline.training.optimizers import set_learning_rate
 from stageline.training.precision import LossScaler, MasterWeights
@@ -367,9 +367,15 @@ class TrainStep:
         waits[self.replicas.rank * num_ranks + self.runner.pp_rank] = data_wait
         stop = torch.tensor(float(stop_requested()))
         facts = [loss_of.loss, loss_of.extra_loss, stop, norm * 0, *waits]
+        # a sum over replicas that each have a name of their own for the largest value
+        own_name = {n: f"{n}/{self.replicas.rank}" for n in loss_of.figures if n.endswith(LARGEST)}
+        found = {own_name.get(name, name): value for name, value in loss_of.figures.items()}
         (loss, extra_loss, stop_count, no_number, *all_waits), figures, (grad_norm, *each_norm) = (
-            self.shared_figures.sum(facts, loss_of.figures, local=torch.cat((norm[None], norms)))
+            self.shared_figures.sum(facts, found, local=torch.cat((norm[None], norms)))
         )
+        for name in [one for one in figures if LARGEST + "/" in one]:
+            total = name.rpartition("/")[0]
+            figures[total] = max(figures.pop(name), figures.get(total, -math.inf))
         if math.isfinite(grad_norm):
             grad_norm += no_number  # finite on every rank, or on none
 

@@ -410,3 +410,28 @@ def test_replicas_with_shares_ask_about_pictures(tmp_path):
         frozen = ("--parts.vit.frozen", "--parts.mlp.frozen", *shares)
         trained(pictured, name, *REPLICAS, *frozen, "--micro-batch-size", 4, ranks=2)
     assert_same_but_for_sums(pictured, "shares", "whole")
+
+
+def test_half_types_draw_the_same_in_every_split(tmp_path):
+    """The head computes in float32 by default; the gap is logged, and smaller than without."""
+    (tmp_path / "parts.py").write_text(PARTS)
+    half = Job(tmp_path, num_layers=4)
+    options = ("--bf16", "--loss-fn", "grpo", "--total-steps", 2)
+    for name, more, ranks in (
+        ("one", (), 1),
+        ("two", (), 2),
+        ("four", (), 4),
+        ("replicas", REPLICAS, 2),
+        ("half head", ("--fp32.logits", "false"), 1),
+    ):
+        trained(half, name, *options, *more, ranks=ranks)
+    for name in ("two", "four"):
+        assert samples(half, name) == samples(half, "one")
+    config = (half.folder / "one" / "config.yaml").read_text()
+    assert "logits: true" in config
+    first, others, cast = (records(half, name)[1] for name in ("one", "replicas", "half head"))
+    for record in (first, others, cast):
+        assert record["sampling_gap_max"] > record["sampling_gap"] > 0
+        assert 0 <= record["sampling_gap_clipped"] <= 1
+    assert others["sampling_gap_max"] == pytest.approx(first["sampling_gap_max"], rel=0.5)
+    assert first["sampling_gap"] < cast["sampling_gap"]

@@ -6,10 +6,19 @@ from transformers import AutoModelForCausalLM
 
 from loss_fn import sft
 from stageline.checkpoint.save import save_split_model
-from stageline.modules.chunked_loss import ChunkedLoss
+from stageline.inference.decoding.answer_groups import AnswerGroups, PromptToAnswer
+from stageline.inference.decoding.chain import LocalChain
+from stageline.inference.decoding.request import Sampling
+from stageline.inference.decoding.stage_decoder import StageDecoder, answering
+from stageline.modules import methods
+from stageline.modules.chunked_loss import ChunkedLogits, ChunkedLoss
+from stageline.modules.lora import LoRAWrapper
 from stageline.modules.methods import Methods
+from stageline.modules.new_rows import ROWS, NewRows
+from stageline.modules.policy_loss import token_log_probs
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import load_stages, tiny_whole
+from tests.helpers.tiny_models import tiny_tokenizer
 
 HALF = torch.bfloat16
 
@@ -80,17 +89,119 @@ def test_norms_compute_in_float32(family, tmp_path):
     torch.testing.assert_close(loaded(**batch, use_cache=False).logits, before)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_logits_are_float32_before_they_are_capped(family, tmp_path):
-    """A cap of half numbers rounds them a second time; without one nothing but the type differs."""
-    tiny_whole(family, tmp_path)
-    batch = batch_of(family)
-    plain = logits_of(make_stages(tmp_path, Methods()), batch)
-    found = logits_of(make_stages(tmp_path, Methods(upcast_lm_head=True)), batch)
-    assert plain.dtype == HALF and found.dtype == torch.float32
-    assert torch.equal(found.to(HALF), plain) or family == "gemma2"
-    assert torch.equal(found, plain.float()) == (family == "llama")
-    torch.testing.assert_close(found, plain.float(), rtol=2e-2, atol=2e-2)
+def watch_head(stage):
+    """Return the (hidden states, logits) of each pass of the head."""
+    seen = []
+    head = stage.whole.get_output_embeddings()
+    head.register_forward_hook(lambda module, args, out: seen.append((args[0].detach(), out)))
+    return seen
+
+
+def exact_logits(stage, hidden):
+    """Compute the logits of the head in float64, with its adapter if it has one."""
+    head = stage.whole.get_output_embeddings()
+    hidden, base = hidden.double(), getattr(head, "lora_module", head)
+    logits = hidden @ base.weight.detach().double().T
+    if base is not head:
+        down, up = (one.weight.detach().double() for one in (head.lora.lora_A, head.lora.lora_B))
+        logits = logits + head.lora.scale * hidden @ down.T @ up.T
+    if rows := base._modules.get(ROWS):
+        logits[..., rows.ids] = hidden @ rows.weight.detach().double().T
+    return logits
+
+
+HEADS = {
+    "untied": ("llama", {}),
+    "tied": ("llama", {"tied": True}),
+    "capped": ("gemma2", {}),
+    "lora": ("llama", {}),
+    "rows": ("llama", {"new_rows": NewRows((3, 7), ((), ()), frozenset(), train_alone=True)}),
+}
+# sums of 32 products that are exact; logits that are rounded to a half type are off by 1e-2
+EXACT = {"rtol": 0, "atol": 2e-5}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head", HEADS)
+def test_the_head_computes_in_float32(head, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(methods, "HEAD_ROWS", 24)  # several chunks, the last one short
+    family, options = HEADS[head]
+    tiny_whole(family, tmp_path, tied=options.pop("tied", False), noise=0.5)
+    stage = load_stages(tmp_path, num_stages=1, dtype=dtype, **options)[0]
+    if head == "lora":
+        stage.whole.lm_head = LoRAWrapper(stage.whole.lm_head, rank=4, alpha=8.0)
+        stage.whole.lm_head.lora.lora_B.weight.data.normal_()
+    plain = logits_of([stage], batch_of(family))
+    Methods(upcast_lm_head=True).finish(stage, ((), False))
+    seen = watch_head(stage)
+    found = logits_of([stage], batch_of(family))
+    [(hidden, logits)] = seen
+    wanted = exact_logits(stage, hidden)
+    assert plain.dtype == hidden.dtype == dtype and found.dtype == logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), wanted, **EXACT)
+    if family == "gemma2":
+        cap = stage.config.final_logit_softcapping
+        wanted = cap * (wanted / cap).tanh()
+    torch.testing.assert_close(found.double(), wanted, **EXACT)
+    with pytest.raises(AssertionError):  # logits that were only cast differ
+        torch.testing.assert_close(plain.double(), wanted, **EXACT)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_gradients_of_a_head_in_float32(tied, tmp_path, monkeypatch):
+    """Compare with the hidden states' and the weight's in float64, rounded once."""
+    monkeypatch.setattr(methods, "HEAD_ROWS", 24)
+    tiny_whole("llama", tmp_path, tied=tied)
+    stage = make_stages(tmp_path, Methods(upcast_lm_head=True), 1)[0]
+    head = stage.whole.get_output_embeddings()
+    hidden = torch.randn(2, 5, head.in_features, dtype=HALF, requires_grad=True)
+    weights = torch.randn(2, 5, head.out_features)
+    (head(hidden) * weights).sum().backward()
+    exact, weight = (one.detach().double().requires_grad_() for one in (hidden, head.weight))
+    ((exact @ weight.T) * weights).sum().backward()
+    for found, wanted in ((hidden, exact), (head.weight, weight)):
+        assert found.grad.dtype == HALF
+        torch.testing.assert_close(found.grad.double(), wanted.grad, rtol=2**-8, atol=1e-5)
+
+
+def test_drawn_and_trained_log_probs_are_those_of_the_same_head(tmp_path):
+    """Each side's log-probabilities follow in float64 from the hidden states that it had."""
+    tiny_whole("llama", tmp_path, noise=0.5)
+    tokenizer = tiny_tokenizer()
+    stage = make_stages(tmp_path, Methods(upcast_lm_head=True), 1)[0]
+    seen = watch_head(stage)
+    groups = AnswerGroups(
+        LocalChain([StageDecoder(stage, trains_on=True)]),
+        tokenizer=tokenizer,
+        stop_ids=(),
+        device=torch.device("cpu"),
+        lots_at_once=1,
+        most_on_way=1,
+    )
+    ids = torch.tensor([[11, 12, 13]])
+    prompt = PromptToAnswer({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, (1, 2))
+    with answering([stage]):
+        sampling = Sampling(max_new_tokens=6, temperature=1.0)
+        [answers] = groups.draw([prompt], sampling, lot_size=1)
+    exact = [exact_logits(stage, hidden).log_softmax(-1).flatten(0, -2) for hidden, _ in seen]
+    rows = torch.cat(exact)
+    for answer in answers:
+        for token, log_prob in zip(answer.token_ids, answer.log_probs, strict=True):
+            assert (rows[:, token] - log_prob).abs().min() < 1e-5
+    # training, on whole logits and in chunks
+    ids_BT = torch.tensor([[11, 12, 13, *answer.token_ids] for answer in answers])
+    batch = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "labels": ids_BT}
+    for chunk in (0, 4):
+        stage.logits_chunk = chunk
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        seen.clear()
+        output = stage(ids_BT, **inputs)
+        hidden_BTH = output if chunk else seen[0][0]
+        logits = ChunkedLogits(output, whole=stage.whole, chunk=chunk) if chunk else output
+        found_BT = token_log_probs(logits, batch, temperature=1.0)
+        wanted_BTV = exact_logits(stage, hidden_BTH).log_softmax(-1)[:, :-1]
+        wanted_BT = wanted_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0]
+        torch.testing.assert_close(found_BT[:, :-1].double(), wanted_BT, rtol=0, atol=1e-5)
 
 
 def test_losses_over_chunks_see_the_same_logits(tmp_path):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from commands import with_folders
+from commands.train import make_plan
 from commands.train_data import check_tied_head
 from options.fields import OptionError, given_options, handed_to, replaced
 from options.model import TrainedOptions, adapter_arguments, learning_rate_scales, method_arguments
@@ -161,6 +162,32 @@ def test_a_saved_config_repeats_a_run_with_dtype_auto(dtype, tmp_path):
     save_config(first, tmp_path / "config.yaml")
     again = parse_train_args(["--config", str(tmp_path / "config.yaml")])
     assert with_folders(again.run) == again.run == first.run
+
+
+@pytest.mark.parametrize(
+    ("words", "draws", "expected"),
+    [
+        ("--bf16", True, True),
+        ("--fp16", True, True),
+        ("--bf16 --fp32.logits false", True, False),
+        ("--fp32.logits false", True, False),
+        ("", True, False),
+        ("--bf16", False, False),
+        ("--bf16 --fp32.logits", False, True),
+    ],
+)
+def test_the_head_is_in_float32_where_answers_are_drawn(words, draws, expected):
+    parts = {"engine": SimpleNamespace(key="pipeline", facts=SimpleNamespace(topology=None))}
+    parts["optimizer"] = SimpleNamespace(facts=SimpleNamespace(needs_whole=False))
+    parts["loss_fn"] = SimpleNamespace(facts=SimpleNamespace(samples_answers=draws))
+    plan = make_plan(SimpleNamespace(run=run_of(words), parts=parts, imports=()))
+    assert plan.run.fp32.logits is expected
+    assert ("methods" in method_arguments(plan.run)) == expected
+
+
+def test_a_head_in_float32_is_on_or_off():
+    with pytest.raises(OptionError, match="fp32.logits"):
+        run_of("--bf16 --fp32.logits half")
 
 
 def test_tokens_come_from_a_file_and_are_saved_one_by_one(tmp_path):

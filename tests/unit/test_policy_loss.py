@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from stageline.errors import UserError
 from stageline.modules.policy_loss import PolicyOptions, policy_loss, token_log_probs
+from stageline.training.loss_part import LARGEST
 from stageline.training.rewards import advantages, has_spread, weighted
 
 PROMPT, ANSWER, VOCABULARY = 3, 6, 11
@@ -194,7 +195,8 @@ def test_any_split_into_micro_batches_adds_up(loss_type, options):
     ]
     torch.testing.assert_close(sum(loss for loss, _ in parts), whole, **CLOSE)
     for name, value in figures.items():
-        torch.testing.assert_close(sum(own[name] for _, own in parts), value, **CLOSE)
+        total = max if name.endswith(LARGEST) else sum
+        torch.testing.assert_close(total(own[name] for _, own in parts), value, **CLOSE)
 
 
 def packed_into(rows, batch, logits):
@@ -241,7 +243,8 @@ def test_packed_rows_give_the_same(loss_type, options, has_old, correction):
     ours, wanted = (torch.autograd.grad(one, logits)[0] for one in (loss, whole))
     torch.testing.assert_close(ours, wanted, **CLOSE)
     for name, value in figures.items():
-        torch.testing.assert_close(sum(own[name] for _, own in found), value, **CLOSE)
+        total = max if name.endswith(LARGEST) else sum
+        torch.testing.assert_close(total(own[name] for _, own in found), value, **CLOSE)
 
 
 def test_advantages_are_those_of_trl():
@@ -338,3 +341,31 @@ def test_what_is_no_loss_is_refused():
     del batch["loss_advantages"]
     with pytest.raises(UserError, match="without loss_advantages"):
         our_loss(batch, logits)
+
+
+def test_the_gap_between_drawn_and_trained():
+    """Mean, largest and share outside of the clip range, written out; only tokens that count."""
+    batch, logits, mask = make_batch()
+    is_learnt = mask & batch["loss_is_learnt"][:, None]
+    apart = (batch["loss_old"] - batch["loss_sampled"])[:, PROMPT - 1 : -1][is_learnt]
+    ratios = apart.exp()
+    assert ratios.min() < 0.9 and ratios.max() > 1.3, "both ends"
+    for options, is_out in (
+        ({"epsilon": 0.1, "epsilon_high": 0.3}, (ratios < 0.9) | (ratios > 1.3)),
+        ({"loss_type": "cispo", "epsilon_high": 1.3}, ratios > 1.3),
+    ):
+        figures = our_loss(batch, logits, **options)[1]
+        assert figures["sampling_gap"] == pytest.approx(apart.abs().mean().item())
+        assert figures["sampling_gap_max"] == pytest.approx(apart.abs().max().item())
+        assert figures["sampling_gap_clipped"] == pytest.approx(is_out.double().mean().item())
+
+
+def test_a_half_model_is_corrected_whatever_its_logits_have():
+    batch, logits, _ = make_batch()
+    masked, plain = (
+        our_loss(batch, logits.float(), importance_correction=kind, importance_cap=1.3)[0]
+        for kind in ("sequence_mask", "none")
+    )
+    auto = {"importance_correction": "auto", "importance_cap": 1.3}
+    assert our_loss(batch, logits.float(), is_half=True, **auto)[0] == masked != plain
+    assert our_loss(batch, logits.float(), is_half=False, **auto)[0] == plain
