@@ -180,8 +180,9 @@ def ours(
     model: Path | None = None,
     rows: int = ROWS,
     length: int = LONGEST,
+    root: Path = ROOT,
 ) -> list[str]:
-    """The command of the same run here."""
+    """The command of the same run here, or in another checkout."""
     words = (
         f"--import {folder}/parts.py --train-model causal_lm "
         f"--model-path {model or folder / 'model'} "
@@ -194,7 +195,7 @@ def ours(
         f"--optimizer.fused true --timeline-step 0 --rollouts.kl_beta {beta} --prove-split never "
         f"--output-dir {folder}/ours"
     )
-    return [sys.executable, str(ROOT / "train_pp.py"), *words.split()]
+    return [sys.executable, str(root / "train_pp.py"), *words.split()]
 
 
 def measured(words: list[str]) -> tuple[str, float]:
@@ -219,31 +220,34 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--beta", type=float, default=0.0, help="weight of the divergence")
+    parser.add_argument("--before", type=Path, help="folder of another checkout, run as well")
     parser.add_argument("--theirs", type=Path)
     given = parser.parse_args()
     if given.theirs:
         theirs(given.theirs, given)
         return
-    ratios: dict[str, list[float]] = {"step": [], "wall": [], "peak": []}
+    roots = {"before": given.before, "stageline": ROOT} if given.before else {"stageline": ROOT}
+    ratios = {name: {"step": [], "wall": [], "peak": []} for name in roots}
+    sizes = {"model": given.model, "rows": given.rows, "length": given.length}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make(folder, given.layers, given.hidden)
-        command = [sys.executable, __file__, "--theirs", name, *sys.argv[1:]]
-        here = ours(
-            folder, given.steps, given.beta, model=given.model, rows=given.rows, length=given.length
-        )
         for _ in range(given.rounds):
+            command = [sys.executable, __file__, "--theirs", name, *sys.argv[1:]]
             out, peak = measured(command)
             lengths = json.loads(re.findall(r'^\{"l.*', out, re.MULTILINE)[-1])["lengths"]
             other = told("trl", out, peak, statistics.mean(lengths[1:]))
-            out, peak = measured(here)
-            lines = map(json.loads, (folder / "ours" / "log.jsonl").read_text().splitlines())
-            lengths = [one["answer_tokens"] for one in lines if one["kind"] == "train"]
-            own = told("stageline", out, peak, statistics.mean(lengths[1:]))
-            for one in ratios:
-                ratios[one].append(own[one] / other[one])
-            shutil.rmtree(folder / "ours")
-    print({name: round(statistics.median(values), 3) for name, values in ratios.items()})
+            for own_name, root in roots.items():
+                out, peak = measured(ours(folder, given.steps, given.beta, root=root, **sizes))
+                lines = map(json.loads, (folder / "ours" / "log.jsonl").read_text().splitlines())
+                lengths = [one["answer_tokens"] for one in lines if one["kind"] == "train"]
+                own = told(own_name, out, peak, statistics.mean(lengths[1:]))
+                for figure, found in ratios[own_name].items():
+                    found.append(own[figure] / other[figure])
+                shutil.rmtree(folder / "ours")
+    for name, own in ratios.items():
+        medians = (f"{one} {statistics.median(found):.3f}" for one, found in own.items())
+        print(f"{name}, of trl's: {', '.join(medians)}")
 
 
 def told(name: str, out: str, peak: float, length: float) -> dict[str, float]:

@@ -27,6 +27,7 @@ _FEW = 256  # largest values that are found faster than all are sorted
 # below it the likeliest token is taken: float32 logits divided by less leave no other a chance
 _LEAST_TEMPERATURE = 1e-5
 _NONE = -1  # no token is possible
+_NUMBERS_AT_ONCE = 8  # that decide a row's next tokens: a call of the generator takes longer
 
 
 def draw(scores_RV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> list[int]:
@@ -109,6 +110,7 @@ class SampledRow:
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(self.sampling.seed)
+        self._numbers: list[float] = []
 
     @property
     def index(self) -> int:
@@ -133,7 +135,10 @@ class SampledRow:
 
     def next_number(self) -> float:
         """Draw what decides the next token, from 0 up to 1; once a token."""
-        return torch.rand((), generator=self._generator, dtype=torch.float64).item()
+        if not self._numbers:  # several at once are those that one after the other would be
+            drawn = torch.rand(_NUMBERS_AT_ONCE, generator=self._generator, dtype=torch.float64)
+            self._numbers = drawn.flip(0).tolist()
+        return self._numbers.pop()
 
 
 @dataclass(frozen=True)
@@ -236,10 +241,10 @@ def _choose_others(logits_RV: Tensor, rows: Sequence[SampledRow]) -> list[int]:
     for scores_V, row in zip(scores_RV, rows, strict=True):
         if row.is_changed:
             _change(scores_V, row)
-    _, tokens = _likeliest(scores_RV)
+    drawn = [i for i, row in enumerate(rows) if row.is_sampled and i not in without]
+    tokens = [_NONE] * len(rows) if len(drawn) == len(rows) else _likeliest(scores_RV)[1]
     for i in without:
         tokens[i] = _NONE
-    drawn = [i for i, row in enumerate(rows) if row.is_sampled and i not in without]
     if drawn:
         samplings = [rows[i].sampling for i in drawn]
         numbers = [rows[i].next_number() for i in drawn]
