@@ -104,6 +104,11 @@ def test_the_pieces_make_the_text_of_the_whole(kind, data):
     answer, pieces = _told(kind, ids)
     assert "".join(pieces) == answer.text == _decode(kind, ids)
     assert answer.token_ids == ids and not answer.is_stopped and answer.finish() == ""
+    at_end = AnswerText(_tokenizer(kind), (), (), grows=False)
+    assert not any(map(at_end.add, ids)), "a text that nobody reads yet is not decoded"
+    assert at_end.finish() == at_end.text == answer.text and at_end.token_ids == ids
+    with_stop = AnswerText(_tokenizer(kind), ("never",), (), grows=False)
+    assert "".join([*map(with_stop.add, ids), with_stop.finish()]) == answer.text
 
 
 @pytest.mark.parametrize(

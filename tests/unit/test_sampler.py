@@ -214,6 +214,36 @@ def test_a_row_gets_the_same_token_and_logprobs_alone_and_in_any_batch(dtype):
     assert choose(logits[order], rows(order)) == [together[i] for i in order]
 
 
+@pytest.mark.parametrize("heat", [0.0, 1.0, 0.7])
+@pytest.mark.parametrize("size", [97, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_of_a_training_are_exact_and_the_rows_own(heat, size, dtype):
+    """Rows that come and go change no bit of the others', and an unusable row ends alone."""
+    logits = _logits(33, size, spread=5.0).to(dtype)
+    logits[7, 3] = float("nan")
+
+    def rows(places):
+        options = {"temperature": heat, "logprobs": 0, "tempers_logprobs": True}
+        return [_row(seed=i, **options) for i in places]
+
+    together = choose(logits, rows(range(33)))
+    assert [place for place, one in enumerate(together) if one.error is not None] == [7]
+    few = [32, 0, 11]  # the last row takes the place of one that left
+    assert choose(logits[few], rows(few)) == [together[i] for i in few]
+    exact = (logits.double() / (heat or 1.0)).log_softmax(-1)
+    for place, one in enumerate(together):
+        if place != 7:
+            assert one.logprob.token_id == one.token_id and one.logprob.top == ()
+            assert abs(one.logprob.logprob - exact[place, one.token_id].item()) < 4e-6
+
+
+def test_a_row_draws_one_number_a_token():
+    """Numbers drawn ahead are those that one call each would give."""
+    generator, row = torch.Generator().manual_seed(5), _row(seed=5)
+    wanted = [torch.rand((), generator=generator, dtype=torch.float64).item() for _ in range(40)]
+    assert [row.next_number() for _ in range(40)] == wanted
+
+
 def test_seed_and_index_decide_together():
     logits = _logits(1, 1000, spread=0.1)
 

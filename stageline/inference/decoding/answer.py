@@ -81,13 +81,13 @@ class GrowingText:
         if self.last_byte is not None:
             # a byte decoder writes a run of bytes as characters only if the whole run is valid
             return ""
-        text = self._decode(self._window)
+        text = self.whole(self._window)
         num_certain = len(text) - text.endswith(REPLACEMENT)
         new = text[self._num_given : num_certain]
         self._num_given = max(self._num_given, num_certain)
         if len(self._window) > _LONGEST_WINDOW:
             num_uncertain = len(text) - self._num_given
-            end = self._decode(self._window[-_SHORT_WINDOW:])
+            end = self.whole(self._window[-_SHORT_WINDOW:])
             # an empty text hasn't begun: its next token would be written as a first one
             if len(end) > num_uncertain:
                 self._window = self._window[-_SHORT_WINDOW:]
@@ -96,9 +96,10 @@ class GrowingText:
 
     def rest(self) -> str:
         """Return the end of the text if no further token follows; may be called again."""
-        return self._decode(self._window)[self._num_given :]
+        return self.whole(self._window)[self._num_given :]
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
+    def whole(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens that are all there."""
         return self._tokenizer.decode(
             token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
@@ -120,6 +121,9 @@ class AnswerText:
     `token_ids`, up to the stop string if there is one. If several stop strings match, the one that
     is complete first counts, and the longer of two that end at the same character.
 
+    Args:
+        grows: `add` returns the text so far; False, without stop strings: `finish` returns all.
+
     Attributes:
         token_ids: without the stop token; includes the tokens of a stop string.
         is_stopped: a stop token or a stop string came: no token may be added any more.
@@ -127,8 +131,14 @@ class AnswerText:
     """
 
     def __init__(
-        self, tokenizer: Any, stop: Collection[str], stop_token_ids: Collection[int]
+        self,
+        tokenizer: Any,
+        stop: Collection[str],
+        stop_token_ids: Collection[int],
+        *,
+        grows: bool = True,
     ) -> None:
+        self._grows = grows or bool(stop)
         self.token_ids: list[int] = []
         self.is_stopped = False
         self.stopped_by: str | int | None = None
@@ -154,6 +164,8 @@ class AnswerText:
             self.is_stopped, self.stopped_by = True, token_id
             return ""
         self.token_ids.append(token_id)
+        if not self._grows:
+            return ""
         piece = self._release(self._growing.add(token_id), is_end=False)
         if not self.is_stopped and self._growing.last_byte in self._stop_ends:
             # the byte's text is not certain yet; but a stop string in it makes it the end
@@ -170,7 +182,8 @@ class AnswerText:
         if self._is_finished or isinstance(self.stopped_by, str):
             return ""
         self._is_finished = True
-        return self._release(self._growing.rest(), is_end=True)
+        rest = self._growing.rest() if self._grows else self._growing.whole(self.token_ids)
+        return self._release(rest, is_end=True)
 
     def _release(self, new: str, *, is_end: bool) -> str:
         text = self._held + new

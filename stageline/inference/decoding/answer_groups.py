@@ -204,7 +204,8 @@ class _Drawing:
         for prompt in prompts:
             rows = []
             for _ in prompt.seeds:
-                words = AnswerText(groups.tokenizer, self.sampling.stop, groups.stop_ids)
+                ends = self.sampling.stop, groups.stop_ids
+                words = AnswerText(groups.tokenizer, *ends, grows=False)
                 row = self._rows[len(self._rows)] = _Row(len(self._rows), SampledAnswer(), words)
                 rows.append(row)
             self.answers.append([row.answer for row in rows])

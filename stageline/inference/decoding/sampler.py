@@ -27,12 +27,12 @@ _FEW = 256  # largest values that are found faster than all are sorted
 # below it the likeliest token is taken: float32 logits divided by less leave no other a chance
 _LEAST_TEMPERATURE = 1e-5
 _NONE = -1  # no token is possible
+_NUMBERS_AT_ONCE = 8  # that decide a row's next tokens: a call of the generator takes longer
 
 
 def draw(scores_RV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> list[int]:
     """Return a token for each row of float32 scores; `numbers` from 0 up to 1 decide."""
-    is_cpu = scores_RV.device.type == "cpu"
-    size = max(1, _VALUES_AT_ONCE_ON_CPU // scores_RV.shape[-1]) if is_cpu else _ROWS_AT_ONCE
+    size = _rows_at_once(scores_RV)
     tokens: list[int] = []
     for first in range(0, len(samplings), size):
         part = slice(first, first + size)
@@ -41,6 +41,11 @@ def draw(scores_RV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[flo
         wanted_R1 = _column(numbers[part], scores_RV.device) * sums_RV[:, -1:]
         tokens += torch.searchsorted(sums_RV, wanted_R1, right=True)[:, 0].tolist()
     return tokens
+
+
+def _rows_at_once(values_RV: Tensor) -> int:
+    is_cpu = values_RV.device.type == "cpu"
+    return max(1, _VALUES_AT_ONCE_ON_CPU // values_RV.shape[-1]) if is_cpu else _ROWS_AT_ONCE
 
 
 def choice_bytes(num_rows: int, size: int) -> int:
@@ -105,6 +110,7 @@ class SampledRow:
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(self.sampling.seed)
+        self._numbers: list[float] = []
 
     @property
     def index(self) -> int:
@@ -129,7 +135,10 @@ class SampledRow:
 
     def next_number(self) -> float:
         """Draw what decides the next token, from 0 up to 1; once a token."""
-        return torch.rand((), generator=self._generator, dtype=torch.float64).item()
+        if not self._numbers:  # several at once are those that one after the other would be
+            drawn = torch.rand(_NUMBERS_AT_ONCE, generator=self._generator, dtype=torch.float64)
+            self._numbers = drawn.flip(0).tolist()
+        return self._numbers.pop()
 
 
 @dataclass(frozen=True)
@@ -179,10 +188,20 @@ def choose(logits_BV: Tensor, rows: Sequence[SampledRow]) -> list[Chosen]:
                     f"No token that the grammar allows can be token {rows[place].index} of the "
                     "answer. Change the grammar, or name a stop token."
                 )
+    kinds = {
+        (s.logprobs, s.tempers_logprobs, s.temperature) for s in (row.sampling for row in rows)
+    }
+    if len(kinds) == 1 and (kind := kinds.pop())[:2] == (0, True):
+        temperature = kind[2] if rows[0].is_sampled else 0.0
+        values = _own_logprobs(logits_BV, tokens, temperature)
+        logprobs = [TokenLogprob(*both, ()) for both in zip(tokens, values, strict=True)]
+    else:
+        logprobs = [
+            None if place in errors else _logprob(logits_BV, place, token, rows[place])
+            for place, token in enumerate(tokens)
+        ]
     return [
-        Chosen(_NONE, error=errors[place])
-        if place in errors
-        else Chosen(token, _logprob(logits_BV, place, token, rows[place]))
+        Chosen(_NONE, error=errors[place]) if place in errors else Chosen(token, logprobs[place])
         for place, token in enumerate(tokens)
     ]
 
@@ -222,10 +241,10 @@ def _choose_others(logits_RV: Tensor, rows: Sequence[SampledRow]) -> list[int]:
     for scores_V, row in zip(scores_RV, rows, strict=True):
         if row.is_changed:
             _change(scores_V, row)
-    _, tokens = _likeliest(scores_RV)
+    drawn = [i for i, row in enumerate(rows) if row.is_sampled and i not in without]
+    tokens = [_NONE] * len(rows) if len(drawn) == len(rows) else _likeliest(scores_RV)[1]
     for i in without:
         tokens[i] = _NONE
-    drawn = [i for i, row in enumerate(rows) if row.is_sampled and i not in without]
     if drawn:
         samplings = [rows[i].sampling for i in drawn]
         numbers = [rows[i].next_number() for i in drawn]
@@ -285,6 +304,20 @@ def _change(scores_V: Tensor, row: SampledRow) -> None:
         scores_V[ids.to(device)] -= penalties.to(device)
     if row.index < sampling.min_new_tokens and sampling.stop_token_ids:
         scores_V[torch.tensor(sampling.stop_token_ids, device=device)] = -float("inf")
+
+
+def _own_logprobs(logits_BV: Tensor, tokens: Sequence[int], temperature: float) -> list[float]:
+    """Return each token's log-probability; 0 divides by no temperature, -1 has no meaning.
+
+    For rows that are the same ones in each run, as those of a training: see `_logprob`.
+    """
+    size = _rows_at_once(logits_BV)
+    ids_B1 = torch.tensor(tokens, device=logits_BV.device).clamp_(min=0)[:, None]
+    found = []
+    for wide_RV, ids_R1 in zip(logits_BV.float().split(size), ids_B1.split(size), strict=True):
+        tempered_RV = wide_RV / temperature if temperature else wide_RV
+        found.append(tempered_RV.log_softmax(-1).gather(-1, ids_R1))
+    return torch.cat(found)[:, 0].tolist()
 
 
 def _logprob(logits_BV: Tensor, place: int, token: int, row: SampledRow) -> TokenLogprob | None:

@@ -95,6 +95,8 @@ class Group:
 
     def arrange(self, rows: list[int]) -> None:
         """Puts the rows into an order; after a pass that failed stages may differ in it."""
+        if self.rows == rows:
+            return
         assert sorted(self.rows) == sorted(rows), f"rows {self.rows} here, {rows} ordered"
         for place, row in enumerate(rows):
             other = self.rows.index(row)
