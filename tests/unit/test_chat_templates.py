@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import chat_masks
 from prompt_fn import chat
-from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.encode import TextEncoder, encode_rendered
 from stageline.errors import UserError
 from tests.helpers.chat_samples import (  # fmt: skip
@@ -358,26 +357,3 @@ def test_further_rows_of_the_same_roles_are_rendered_as_the_first(name):
         end = fresh.eos_token or ""
         library = fresh.apply_chat_template(sample["messages"], tokenize=False)
         assert again.text.removesuffix(end).rstrip() == library.removesuffix(end).rstrip()
-
-
-def test_plain_messages_are_rendered_without_a_copy_and_all_others_by_transformers(monkeypatch):
-    """A row of texts needs no copy; a `str` of another class must not reach the template."""
-
-    class Text(str):
-        pass
-
-    tokenizer = format_tokenizer("qwen")
-    told = [say("user", "a  "), say("assistant", "b\n"), say("user", "c")]
-    apply, seen = tokenizer.apply_chat_template, []
-    spy = lambda *args, **given: seen.append(1) or apply(*args, **given)  # noqa: E731
-    monkeypatch.setattr(tokenizer, "apply_chat_template", spy)
-    template = ChatTemplate(tokenizer)
-    for asks in (False, True):
-        seen.clear()
-        wanted = apply(told, tokenize=False, add_generation_prompt=asks)
-        given = {"tools": (), "options": {}, "for_generation": asks}
-        assert template(told, **given) == wanted and not seen
-        other = [{**told[0], "content": Text("a  ")}, *told[1:]]
-        assert template(other, **given) == wanted and len(seen) == 1
-        assert template(told, **{**given, "options": {"documents": []}}) == wanted
-        assert template(told, **{**given, "tools": TOOLS["tools"]}) != wanted and len(seen) == 3

@@ -21,7 +21,6 @@ from stageline.errors import UserError
 Message = dict[str, Any]
 # templates look for them, whether or not the tokenizer has them as tokens
 _TAGS = ("<think>", "</think>")
-_PLAIN = frozenset(("role", "content", "name", "tool_call_id"))
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -51,10 +50,6 @@ class ChatTemplate:
         written = self.template if isinstance(self.template, str) else ""  # else several by name
         self.has_markers = bool(_MARKERS.search(written))  # {% generation %} around answers
         self.knows_tools = not written or "tools" in written
-        from transformers import PreTrainedTokenizerBase as Base
-
-        method = getattr(type(self.tokenizer), "apply_chat_template", None)
-        self._is_direct = bool(written) and method is Base.apply_chat_template
         if not self.template:
             raise UserError(
                 f"`prompt_fn` chat needs a chat template, and the tokenizer {self.name!r} has "
@@ -83,19 +78,6 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation, as transformers makes it."""
         self.num_renders += 1
-        tokens = self.tokenizer.special_tokens_map
-        is_plain = bool(messages) and not (tools or options) and _are_plain(messages)
-        if self._is_direct and is_plain and all(type(one) is str for one in tokens.values()):
-            from transformers.utils.chat_template_utils import _compile_jinja_template
-
-            # transformers ends in this call, having rebuilt its input from plain types
-            return _compile_jinja_template(self.template).render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=for_generation,
-                **tokens,
-            )
         return self.tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) or None,
@@ -145,14 +127,6 @@ class ChatTemplate:
     def is_risky(self, text: str) -> bool:
         """Whether a text may become a special token, with its neighbours or by a normalizer."""
         return not text.isascii() or self._risky.search(text) is not None
-
-
-def _are_plain(messages: Sequence[Message]) -> bool:
-    """Whether messages have texts only, and none that transformers gives other names."""
-    return all(
-        one.keys() <= _PLAIN and all(type(value) is str for value in one.values())
-        for one in messages
-    )
 
 
 def template_of(processor: Any) -> Any:
