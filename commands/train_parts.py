@@ -41,7 +41,7 @@ from options.train import RunConfig, attention_arguments, check_attention_device
 from parse_args import TrainArguments, save_config
 from stageline.checkpoint.resume import ResumePoint, check_same_run
 from stageline.contracts import call, check_call
-from stageline.data.batches.batch import render_sample
+from stageline.data.batches.batch import MicroBatch, render_sample
 from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
 from stageline.data.batches.prompts import encode_question, prompt_of
@@ -67,12 +67,12 @@ from stageline.inference.generation import num_positions, stop_ids_of
 from stageline.model_folder import find_folder, load_config
 from stageline.modules.chunked_loss import ChunkedLoss, LossByToken
 from stageline.modules.lora_layer import PISSA
-from stageline.modules.losses import without_reference
+from stageline.modules.losses import IGNORE, next_labels, without_reference
 from stageline.modules.policy_loss import with_stand_ins
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.topology import Topology
-from stageline.planner.estimate import Cost, device_capacity
-from stageline.planner.planner import Planner, place_together
+from stageline.planner.estimate import Cost, device_capacity, outline_of
+from stageline.planner.planner import Planner, place_together, teacher_bytes
 from stageline.seeds import host_state_kept, seed_everything
 from stageline.stage import Stage
 from stageline.stages.packing import check_packing
@@ -251,7 +251,7 @@ def make_planner(
     config: TrainArguments, data: Data, topology: Topology, device: torch.device
 ) -> Planner:
     """Return the planner of this run; it measures on `device`."""
-    run, answers_of = config.run, None
+    run, answers_of, teacher = config.run, None, None
     if config.parts["loss_fn"].facts.samples_answers:
         answers_of = functools.partial(weigh_answers, run, topology.schedule.num_ranks)
 
@@ -259,6 +259,22 @@ def make_planner(
         return StepLoss(
             make_loss(config, model), num_targets=1, num_micro_batches=1, scale=1.0, device=device
         )
+
+    def micro_batch_of(num_rows: int) -> MicroBatch:
+        collate = functools.partial(data.collate, stage=0)
+        batch = example_micro_batch(data.train, collate, num_rows, seed=run.seed)
+        return with_stand_ins(without_reference(batch))
+
+    if config.parts["loss_fn"].facts.needs_teacher:
+        own, half = run.teacher, run.precision != "fp32"
+        labels_BT = next_labels(micro_batch_of(run.micro_batch_size))
+        num_targets = int((labels_BT != IGNORE).sum()) * run.num_micro_batches
+        width = 12 * own.top_k or (0 if own.table else (data.vocab_size or 0) * (2 if half else 4))
+        costs = None
+        if own.path:
+            build = teacher_builder(config).build
+            costs = outline_of(functools.partial(build, checkpoint_path=None, is_piece=True))
+        teacher = teacher_bytes(costs, num_targets * width)
 
     return Planner(
         functools.partial(
@@ -274,13 +290,8 @@ def make_planner(
         visual_gpu_ratio=run.visual_gpu_ratio,
         group_size=group_size_of(data.train),
         answers_of=answers_of,
-        micro_batch_of=lambda num_rows: with_stand_ins(
-            without_reference(
-                example_micro_batch(
-                    data.train, functools.partial(data.collate, stage=0), num_rows, seed=run.seed
-                )
-            )
-        ),
+        teacher=teacher,
+        micro_batch_of=micro_batch_of,
         loss_for=loss_for,
         make_optimizer=functools.partial(make_optimizer, config),
         device=device,
@@ -354,6 +365,13 @@ class TrainingParts:
         turns = run.total_steps * samples / max(len(self.data.train), 1)
         epochs = "" if self.samples_answers else f", {turns:.3g} epochs"
         steps = {"steps": f"{run.total_steps:,} of {samples} samples{epochs}"}
+        teacher = {}
+        if parts["loss_fn"].facts.needs_teacher:
+            own = run.teacher
+            kept = f"the {own.top_k} likeliest" if own.top_k else "the likeliest"
+            is_lumped = own.top_k or own.table
+            kept = f"{kept} tokens, the rest lumped into one" if is_lumped else "all tokens"
+            teacher["teacher"] = f"{own.path or own.url or own.table}, {kept}"
         return {
             "run folder": f"{Path(run.output_dir).absolute()} (run.log, log.jsonl, config.yaml)",
             "parallelism": f"{schedule.num_stages} stages on {schedule.num_ranks} ranks, "
@@ -361,6 +379,7 @@ class TrainingParts:
             **(steps if run.num_train_epochs is None else {}),  # `settle_steps` counted them
             "optimizer": f"{parts['optimizer'].key}, {run.precision}, lr {run.learning_rate:g}, "
             f"{parts['lr_scheduler'].key}, {run.warmup_steps} warm-up steps",
+            **teacher,
             "checkpoints": f"--save-steps {run.save_steps}, --save-best {run.save_best}",
         }
 

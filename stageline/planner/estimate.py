@@ -214,12 +214,14 @@ class MemoryRules:
         shards: replicas that share weights and optimizer state; in a step each has whole weights
             and gradients in addition to its shares.
         workspace: bytes of libraries on each device.
+        teacher: (stage, stages) -> bytes of a teacher next to it; None: there is none.
     """
 
     optimizer_bytes: float = 8.0
     update_bytes: float = 0.0
     shards: int = 1
     workspace: int = 0
+    teacher: Callable[[int, int], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,7 @@ class RankMemory:
         update: of the optimizer while it works; activations are gone by then.
         cache: keys and values, while the model answers; gone before it trains.
         answering: of a pass that answers, without the cache.
+        teacher: frozen weights of a teacher, and its distributions of a step.
     """
 
     weights: int
@@ -245,6 +248,7 @@ class RankMemory:
     workspace: int
     cache: int = 0
     answering: int = 0
+    teacher: int = 0
 
     @property
     def state(self) -> int:
@@ -254,7 +258,7 @@ class RankMemory:
     @property
     def lasting(self) -> int:
         """Bytes that are in use at each moment of a step."""
-        return self.weights + self.state + self.workspace
+        return self.weights + self.state + self.workspace + self.teacher
 
     @property
     def peak(self) -> int:
@@ -327,6 +331,7 @@ def memory_of(
         workspace=rules.workspace,
         cache=total.cache,
         answering=total.answering,
+        teacher=sum(rules.teacher(stage, num_stages) for stage in held) if rules.teacher else 0,
     )
 
 

@@ -4,7 +4,7 @@ Takes plain objects; reads no checkpoint. The arithmetic is in the other files o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -42,7 +42,7 @@ _STAGES = (
     *("kept", "forward", "backward", "of slowest"),
 )
 _RANKS = ("rank", "weights", "state", "activations", "inputs", "peak", "device", "used")
-_ANSWERS = ("cache", "answering")  # only for a run whose model answers; before the peak
+_OWN = ("cache", "answering", "teacher")  # only for a run that has them; before the peak
 
 
 def refusal(expectation: Expectation, capacities: Sequence[int]) -> str:
@@ -53,6 +53,7 @@ def refusal(expectation: Expectation, capacities: Sequence[int]) -> str:
         f"rank {rank} needs {human_bytes(memory.peak)} (weights {human_bytes(memory.weights)}, "
         f"gradients and optimizer {human_bytes(memory.state)}, activations "
         f"{human_bytes(memory.activations)}"
+        + (f", teacher {human_bytes(memory.teacher)}" if memory.teacher else "")
         + (f", or {human_bytes(memory.answers)} while it answers" if memory.answers else "")
         + f") and has {human_bytes(capacity)}"
         for rank, memory, capacity in full
@@ -107,9 +108,9 @@ def _stage_rows(expectation: Expectation, front: str) -> list[tuple[str, ...]]:
 def _rank_rows(
     memory: Sequence[RankMemory], capacities: Sequence[int] | None
 ) -> list[tuple[str, ...]]:
-    answers = any(held.answers for held in memory)
+    own = [name for name in _OWN if any(getattr(held, name) for held in memory)]
     before = _RANKS.index("peak")
-    head = (*_RANKS[:before], *(_ANSWERS if answers else ()), *_RANKS[before:])
+    head = (*_RANKS[:before], *own, *_RANKS[before:])
     return [head] + [
         (
             str(rank),
@@ -117,7 +118,7 @@ def _rank_rows(
             human_bytes(held.state),
             human_bytes(held.activations),
             human_bytes(held.inputs),
-            *([human_bytes(held.cache), human_bytes(held.answering)] if answers else []),
+            *(human_bytes(getattr(held, name)) for name in own),
             human_bytes(held.peak),
             human_bytes(capacities[rank]) if capacities else "?",
             f"{held.peak / max(capacities[rank], 1):.0%}" if capacities else "?",
@@ -161,6 +162,24 @@ def probe_optimizer(
     return MemoryRules(state / count, update_bytes=update / count, shards=shards)
 
 
+def teacher_bytes(costs: ModelCosts | None, kept: int) -> Callable[[int, int], int]:
+    """Return what gives the bytes of a teacher on a stage of a number of stages.
+
+    Args:
+        costs: of its model, whose frozen stages are split evenly; None: it is elsewhere.
+        kept: its distributions of a step, on the last stage.
+    """
+
+    def of_stage(stage: int, num_stages: int) -> int:
+        weights = 0
+        if costs is not None and num_stages <= costs.num_layers:
+            partition = uniform_partition(costs.num_layers, num_stages)
+            weights = costs.stages(partition)[stage].weights
+        return weights + (kept if stage == num_stages - 1 else 0)
+
+    return of_stage
+
+
 PartitionKind = Literal["uniform", "parameters", "measured"] | list[int]
 
 
@@ -179,6 +198,7 @@ class Planner:
         answers_of: tokens of the longest row -> what weighs the answers that are drawn before a
             step; None: the model does not answer.
         group_size: samples that stay in one micro-batch.
+        teacher: see `MemoryRules`.
     """
 
     make_piece: MakePiece
@@ -194,6 +214,7 @@ class Planner:
     answers_of: Callable[[int], WeighAnswers] | None = None
     visual_gpu_ratio: float = 0.0
     group_size: int = 1
+    teacher: Callable[[int, int], int] | None = None
     repeats: int = 5
     _measured: dict[int, ModelCosts] = field(default_factory=dict, init=False)
 
@@ -215,7 +236,8 @@ class Planner:
     @cached_property
     def rules(self) -> MemoryRules:
         """Memory that does not follow from the model."""
-        return probe_optimizer(self.make_optimizer, self.device, shards=self.shards)
+        rules = probe_optimizer(self.make_optimizer, self.device, shards=self.shards)
+        return replace(rules, teacher=self.teacher)
 
     def measured(self, micro_batch_size: int) -> ModelCosts:
         """The costs on this device, measured once for each size."""

@@ -116,6 +116,8 @@ def test_the_loss_is_the_divergence_of_the_two_whole_models(job):
 def test_a_table_of_the_likeliest_tokens_is_the_same_teacher(job):
     """Write it as docs/distillation.md does, from another program's forward."""
     train(job, "top", "--teacher.top_k", 3, ranks=1)
+    told = (job.folder / "top" / "run.log").read_text()
+    assert "teacher, the 3 likeliest tokens, the rest lumped into one" in told
     rows = dataset_register["jsonl"](dataset_path=str(job.rows), split="train")
     teacher = AutoModelForCausalLM.from_pretrained(job.folder / "teacher")
     table = {}
@@ -129,7 +131,11 @@ def test_a_table_of_the_likeliest_tokens_is_the_same_teacher(job):
     given = ("--teacher.table", job.folder / "table.safetensors", "--eval-samples", 0)
     job.train("table", *GIVEN, *given)
     assert job.losses("table") == pytest.approx(job.losses("top"), rel=1e-5)
+    told = (job.folder / "table" / "run.log").read_text()
+    assert "table.safetensors, the likeliest tokens, the rest lumped into one" in told
     save_file({"0.ids": best.indices}, job.folder / "table.safetensors")
+    refused = job.fork("table", *GIVEN, *given, "--resume", "auto", ranks=2)
+    assert refused.code == 4 and "files of model and tokenizer" in refused.err
     refused = job.fork("no table", *GIVEN, *given, ranks=1)
     assert refused.code == 2 and "has no distributions for the" in refused.err
 

@@ -84,6 +84,7 @@ def test_resumed_it_ends_the_same(job):
 
 def test_another_rate_at_resume_counts(job):
     assert on_resume("parts.vit.lr") == "steps" and on_resume("vocab.new_tokens") == "course"
+    assert {on_resume(f"teacher.{name}") for name in ("url", "model", "table")} == {"course"}
     other = [*OPTIONS, "--parts.vit.lr", "0", "--resume", checkpoint(job, step=2)]
     done = job.train("changed", *other, "--allow-changes")
     assert "parts.vit.lr: 0.001 then, 0.0 now" in done.out

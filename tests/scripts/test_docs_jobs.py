@@ -52,6 +52,7 @@ CANNOT = {
     "bash examples/spatial/study_spatial.sh": "12 minutes; tests/spatial runs its parts",
     "bash scripts/train_grpo_digits.sh": "needs the checkpoint of its first half",
     "python scripts/prepare_smollm2.py": "network",
+    "python benchmarks/calculator.py": "two minutes of CPU time; test_turns.py has its environment",
     "python tools/convert_internvl.py": "a model of 16 GB; test_convert_internvl.py",
     "torchrun ": "test_docs_example.py runs it",
     "lm_eval ": "another program, which asks a server",

@@ -6,7 +6,7 @@ from stageline.pipeline.plan import parse_action
 from stageline.pipeline.schedules import make_schedule
 from stageline.planner.estimate import Cost, MemoryRules, ModelCosts, peak_activations, rank_memory
 from stageline.planner.partition import Placement, advise
-from stageline.planner.planner import refusal
+from stageline.planner.planner import refusal, teacher_bytes
 
 SECONDS = {"forward": 1.0, "backward": 2.0, "input_grad": 1.0, "weight_grad": 1.0}
 SIZES = {"num_parameters": 10, "num_trainable": 10, "weights": 20, "gradients": 40, "masters": 40}
@@ -31,6 +31,27 @@ def test_a_rank_answers_before_it_trains_and_the_fuller_phase_counts():
     little = replace(costs, layers=(replace(layer, cache=1),) * 4)
     memory = rank_memory(little, [2, 2], schedule, num_micro_batches=4, rules=rules)
     assert all(rank.peak == rank.lasting + rank.training for rank in memory)
+
+
+def test_a_teacher_is_on_every_rank_and_its_distributions_on_the_last():
+    """10 layers of 20 bytes, evenly on the stages, first and last of 7 and 9."""
+    teacher = model(num_layers=10, first=Cost(weights=7), last=Cost(weights=9))
+    rules = MemoryRules(teacher=teacher_bytes(teacher, 1000))
+    schedule = make_schedule("1f1b", num_ranks=2)
+    found = Placement(model(), schedule, 4, rules).expect([2, 2])
+    assert [rank.teacher for rank in found.memory] == [5 * 20 + 7, 5 * 20 + 9 + 1000]
+    alone = rank_memory(model(), [2, 2], schedule, num_micro_batches=4, rules=MemoryRules())
+    assert [one.peak - two.peak for one, two in zip(found.memory, alone, strict=True)] == [
+        107,
+        1109,
+    ]
+    assert "teacher 107 B" in refusal(found, (0, 0))
+    both = make_schedule("interleaved_1f1b", num_ranks=1, stages_per_rank=2)
+    [memory] = rank_memory(model(), [2, 2], both, num_micro_batches=4, rules=rules)
+    assert memory.teacher == 107 + 1109
+    server = MemoryRules(teacher=teacher_bytes(None, 50))
+    memory = rank_memory(model(), [2, 2], schedule, num_micro_batches=4, rules=server)
+    assert [rank.teacher for rank in memory] == [0, 50]
 
 
 def test_a_refusal_names_what_makes_the_full_phase_smaller():
