@@ -58,7 +58,9 @@ if any(importlib.util.find_spec(name) is None for name in SERVER_PACKAGES):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config):
     """Rewrite the assertions of the tests before workers start, each of which would do it too."""
-    for path in [] if sys.dont_write_bytecode else Path(__file__).parent.rglob("test_*.py"):
+    given = [Path(one.partition("::")[0]) for one in config.args]
+    files = (file for one in given for file in ([one] if one.is_file() else one.rglob("test_*.py")))
+    for path in [] if sys.dont_write_bytecode else files:
         cache = rewrite.get_cache_dir(path)
         pyc = cache / f"{path.stem}{rewrite.PYC_TAIL}"
         if rewrite._read_pyc(path, pyc) is None and rewrite.try_makedirs(cache):

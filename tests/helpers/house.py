@@ -62,7 +62,7 @@ def untouched_house() -> dict[str, ModuleType]:
             with contextlib.suppress(ModuleNotFoundError):  # not every torch has each of them
                 importlib.import_module(name)
         sys.modules["register"].import_shelf(*sys.modules["commands.train"].SHELF)
-        # what a first command line fills: patterns, sources of functions, fields of options
+        # the first command line fills caches of patterns, functions' sources and options' fields
         sys.modules["parse_args"].parse_train_args(COMMAND_LINE.split())
         return _take_out()
     finally:
