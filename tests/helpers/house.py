@@ -33,6 +33,10 @@ LATE = (  # a run imports these only after its start
     "stageline.stages.causal_lm",
     "stageline.stages.vision_language",
 )
+COMMAND_LINE = (
+    "--dataset jsonl --dataset-path . --model-path . --prompt question --prompt-fn fill "
+    "--collate-fn sft --output-dir . --num-stages 2 --total-steps 1 --device cpu"
+)
 
 _LEFT: list[ModuleType | None] = []  # freeing what a fork does not use would copy its pages
 _SEEN: list[str] = []  # all modules, when this process last was about to fork
@@ -58,8 +62,8 @@ def untouched_house() -> dict[str, ModuleType]:
             with contextlib.suppress(ModuleNotFoundError):  # not every torch has each of them
                 importlib.import_module(name)
         sys.modules["register"].import_shelf(*sys.modules["commands.train"].SHELF)
-        for section in ("moved", "gone"):  # read once; each run looks for old names
-            sys.modules["options.command_line"].old_names(section)
+        # the first command line fills caches of patterns, functions' sources and options' fields
+        sys.modules["parse_args"].parse_train_args(COMMAND_LINE.split())
         return _take_out()
     finally:
         sys.path.remove(str(ROOT))

@@ -90,7 +90,8 @@ RUN = {
 }
 DECODE = {"--num-stages": 1, "--device": "cpu", "--prove-split": "never"}
 SMALLER = {
-    **dict.fromkeys(("train", "plan", "validate"), RUN),
+    **dict.fromkeys(("train", "validate"), RUN),
+    "plan": {**RUN, "--batch-size": 2, "--micro-batch-size": 1},  # it measures doubles and halves
     "eval": {**DECODE, "--limit": 2, "--bootstrap.resamples": 10, "--max-new-tokens": 3},
     "infer": {**DECODE, "--limit": 2, "--max-new-tokens": 3},
     "chat": {"--max-new-tokens": 3, "--device": "cpu"},
@@ -162,7 +163,8 @@ def lowered(verb, words):
             options |= {"--num-stages": 4, "--batch-size": 16}
             options = {k: v for k, v in options.items() if k != "--partition"}
         elif "--schedule" in words:
-            options |= {"--num-stages": 4, "--batch-size": 16}
+            is_plain = words[words.index("--schedule") + 1] == "1f1b"
+            options |= {"--num-stages": 2} if is_plain else {"--num-stages": 4, "--batch-size": 16}
         if "--engine" in words:
             options.pop("--num-stages")
         if "--lora.init" in words:
