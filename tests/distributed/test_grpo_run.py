@@ -40,11 +40,15 @@ from tests.helpers.tiny_datasets import write_lines
 from tests.helpers.tiny_models import tiny_processor
 
 
+def job_in(folder, **options):
+    folder.mkdir(exist_ok=True)
+    (folder / "parts.py").write_text(PARTS)
+    return Job(folder, **options)
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("grpo")
-    (folder / "parts.py").write_text(PARTS)
-    made = Job(folder, num_layers=4)
+    made = job_in(tmp_path_factory.mktemp("grpo"), num_layers=4)
     trained(made, "one", *TWICE, *LORA, ranks=1)
     return made
 
@@ -112,11 +116,6 @@ def test_logits_in_chunks(job, options, ranks):
     assert_same_figures(job, name, figures, rel=1e-3, abs=1e-6)
 
 
-def test_replicas_draw_the_same_answers(job):
-    trained(job, "replicas", *TWICE, *LORA, *REPLICAS, ranks=2)
-    assert_same_but_for_sums(job, "replicas", "one")
-
-
 def packs_several(made):
     """Return the method, with a check that some rows hold more than one answer."""
 
@@ -128,15 +127,23 @@ def packs_several(made):
     return noted
 
 
-@pytest.mark.parametrize("point", ["decoding", "forward"])
-def test_a_killed_run_goes_on_with_the_same_answers(job, point):
-    fault = f"at={point},rank=0,step=2,do=sigkill"
-    killed = run(job, point, *TWICE, *LORA, chaos=fault, waits=True)
-    assert killed.code != 0 and job.checkpoints(point) == ["step-00000002"]
-    done = trained(job, point, *TWICE, *LORA, "--resume", "auto")
+def killed_again(job, name, options, faults):
+    """Kill a run by each fault in turn, on other ranks each time, and resume it to its end."""
+    for number, fault in enumerate(faults):
+        more = ("--resume", "auto") if number else ()
+        ranks = 1 if number % 2 else 2
+        chaos = f"rank=0,{fault}"
+        assert run(job, name, *options, *more, ranks=ranks, chaos=chaos, waits=True).code != 0
+        assert job.checkpoints(name) == ["step-00000002"], fault
+    done = trained(job, name, *options, "--resume", "auto")
     assert "2 of 4 steps are done" in done.out
-    assert_same_bytes(job, point, "one")
-    assert_same_figures(job, point, FIGURES, rel=1e-6, abs=1e-9)
+
+
+def test_a_killed_run_goes_on_with_the_same_answers(job):
+    faults = [f"at={point},step=2,do=sigkill" for point in ("decoding", "forward")]
+    killed_again(job, "killed", (*TWICE, *LORA), faults)
+    assert_same_bytes(job, "killed", "one")
+    assert_same_figures(job, "killed", FIGURES, rel=1e-6, abs=1e-9)
 
 
 def test_compiled_layers_answer_as_they_were_written(job, monkeypatch):
@@ -150,9 +157,12 @@ def test_compiled_layers_answer_as_they_were_written(job, monkeypatch):
 
     compiling = functools.partial(recompute.compile_layers, backend=backend)
     monkeypatch.setattr(recompute, "compile_layers", compiling)
-    trained(job, "compiled run", *TWICE, *LORA, "--compile-layers", ranks=1)
+    shallow = job_in(job.folder / "shallow", num_layers=1)
+    options = (*TWICE, *LORA, "--total-steps", 2)
+    trained(shallow, "plain", *options, ranks=1)
+    trained(shallow, "compiled", *options, "--compile-layers", ranks=1)
     assert (job.folder / "compiled").exists()
-    assert_same_but_for_sums(job, "compiled run", "one")
+    assert_same_but_for_sums(shallow, "compiled", "plain")
 
 
 @pytest.fixture(scope="module")
@@ -190,25 +200,17 @@ def test_shares_that_answer_ahead_in_packed_rows(job, ahead):
     assert_same_but_for_sums(job, "ahead shared", ahead)
 
 
-@pytest.mark.parametrize(
-    ("point", "when", "how"),
-    [
-        ("decoding", "step=2", "sigkill"),
-        ("rewards", "step=3", "sigkill"),
-        ("write", "count=2", "sigkill"),
-        ("backward", "step=1", "sigint"),
-    ],
-)
-def test_answers_in_flight_outlive_a_kill(job, ahead, point, when, how):
+def test_answers_in_flight_outlive_a_kill(job, ahead):
     """They were drawn by weights that are gone."""
-    name = f"ahead killed at {point}"
-    fault = f"at={point},rank=0,{when},do={how}"
-    killed = run(job, name, *AHEAD, chaos=fault, waits=True)
-    assert killed.code != 0 and job.checkpoints(name) == ["step-00000002"]
-    done = trained(job, name, *AHEAD, "--resume", "auto")
-    assert "2 of 4 steps are done" in done.out
-    assert_same_bytes(job, name, ahead)
-    assert records(job, name)[3]["staleness"] == 1
+    faults = (
+        "at=backward,step=1,do=sigint",
+        "at=decoding,step=2,do=sigkill",
+        "at=rewards,step=3,do=sigkill",
+        "at=write,count=1,do=sigkill",
+    )
+    killed_again(job, "ahead killed", AHEAD, faults)
+    assert_same_bytes(job, "ahead killed", ahead)
+    assert records(job, "ahead killed")[3]["staleness"] == 1
 
 
 def test_several_steps_on_answers_drawn_ahead(job):
@@ -319,8 +321,10 @@ def test_views_of_a_scene_are_judged_together(job):
     )
     assert "Make --batch-size a multiple of 6." in done.err
     drawn = []
-    for name, more in (("views", ()), ("packed views", ("--packing", "--max-token-num", 96))):
-        trained(job, name, *options, "--batch-size", 12, *more, ranks=2)
+    options += ("--batch-size", 12, "--total-steps", 1)
+    packed = ("--packing", "--max-token-num", 96)
+    for name, more, ranks in (("views", (), 2), ("packed views", packed, 1)):
+        trained(job, name, *options, *more, ranks=ranks)
         drawn.append(samples(job, name).splitlines()[:6])
         assert records(job, name, "eval")[0]["reward"] == records(job, "views", "eval")[0]["reward"]
     assert drawn[0] == drawn[1], "the first step's answers"
@@ -386,11 +390,12 @@ def test_pictures_are_asked_about(family, tmp_path, monkeypatch):
     monkeypatch.setattr(Rollouts, "_batches", noted)
     options = ("--micro-batch-size", 4, "--rollouts.max_completion_length", 24)
     options += ("--total-steps", 2, *TWICE)
-    for name, ranks in (("one", 1), ("two", 2)):
-        trained(pictured, name, *options, ranks=ranks)
-    assert samples(pictured, "one") == samples(pictured, "two")
+    trained(pictured, "one", *options, ranks=1)
     assert records(pictured, "one")[1]["ratio_gap"] == 0
-    assert records(pictured, "one")[1]["loss"] == records(pictured, "two")[1]["loss"]
+    if family == "internvl":  # both families have two stages below, where sums differ
+        trained(pictured, "two", *options, ranks=2)
+        assert samples(pictured, "one") == samples(pictured, "two")
+        assert records(pictured, "one")[1]["loss"] == records(pictured, "two")[1]["loss"]
     assert (tmp_path / "met").exists(), "no answer held such a token: the test shows nothing"
     monkeypatch.setattr(Rollouts, "_batches", packs_several(made))
     options += ("--packing", "--max-token-num", 256)
@@ -408,7 +413,8 @@ def test_replicas_with_shares_ask_about_pictures(tmp_path):
     pictured = VisionJob(tmp_path)
     for name, shares in (("whole", ()), ("shares", ("--dp-shard",))):
         frozen = ("--parts.vit.frozen", "--parts.mlp.frozen", *shares)
-        trained(pictured, name, *REPLICAS, *frozen, "--micro-batch-size", 4, ranks=2)
+        options = (*frozen, "--micro-batch-size", 4, "--total-steps", 2)
+        trained(pictured, name, *REPLICAS, *options, ranks=2)
     assert_same_but_for_sums(pictured, "shares", "whole")
 
 

@@ -4,6 +4,8 @@ The reference is one process with plain transformers: the micro-batches one by o
 `aux_loss` added as a mean over the micro-batches of the step.
 """
 
+from functools import cache
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -95,10 +97,29 @@ def build_stage(folder, stage, num_stages, options):
     return model.train()
 
 
+@cache
+def loaded(folder, stage, num_stages):
+    """Return a stage and its parameters as they are before the first step."""
+    model = build_stage(folder, stage, num_stages, {})
+    return model, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def stage_again(folder, stage, num_stages, options):
+    """Return a stage that is loaded once, also for ranks that are forked later, and put back."""
+    if options:
+        return build_stage(folder, stage, num_stages, options)
+    model, start = loaded(folder, stage, num_stages)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(start[name])
+        parameter.grad = None
+    return model.train()
+
+
 def split_run(rank, folder, num_ranks, name, options=None, *, runner_class=PipelineRunner):
     schedule = make_schedule(name, num_ranks=num_ranks)
     stages = [
-        build_stage(folder, stage, schedule.num_stages, options or {})
+        stage_again(folder, stage, schedule.num_stages, options)
         for stage in schedule.stages_of(rank)
     ]
     runner = runner_class(stages, device=torch.device("cpu"), schedule=schedule)
@@ -136,43 +157,92 @@ def schedules_of(num_ranks):
     ]
 
 
-def split_runs(rank, folder, num_ranks, has_torch):
-    """Run our plan, and torch's own classes, too, if they are wanted."""
+def compared_runs(rank, folder, num_ranks, has_torch, reference, held_out):
+    """Run our plan, and torch's own classes, too, if they are wanted; compare each run.
+
+    Returns:
+        Names of the gradients by step, and of the weights, for each run.
+    """
     classes = {"": PipelineRunner} | ({"torch's ": TorchPipelineRunner} if has_torch else {})
-    return {
-        prefix + name: split_run(rank, folder, num_ranks, name, runner_class=runner_class)
-        for prefix, runner_class in classes.items()
-        for name in schedules_of(num_ranks)
-        if not prefix or SCHEDULES[name].torch_name
-    }
+    found = {}
+    for prefix, runner_class in classes.items():
+        for name in schedules_of(num_ranks):
+            if prefix and not SCHEDULES[name].torch_name:
+                continue
+            ours = split_run(rank, folder, num_ranks, name, runner_class=runner_class)
+            assert_equal(ours, reference)
+            assert ours["held_out"] == pytest.approx(held_out, rel=1e-6), "by the logits"
+            found[prefix + name] = names_of(ours)
+    return found
+
+
+def names_of(run):
+    return [*(list(step["grads"]) for step in run["steps"]), list(run["weights"])]
+
+
+def assert_equal(ours, reference):
+    """Check what one rank has, to the bit."""
+    for step, (made, expected) in enumerate(zip(ours["steps"], reference["steps"], strict=True)):
+        for figure in ("loss", "router_loss", "norm"):
+            assert made[figure] == expected[figure], f"{figure} of step {step}"
+        for name, grad in made["grads"].items():
+            assert torch.equal(grad, expected["grads"][name]), f"step {step}, {name}"
+    for name, weight in ours["weights"].items():
+        assert torch.equal(weight, reference["weights"][name]), name
+
+
+def assert_complete(ranks, reference):
+    """Check that the ranks together have each gradient and weight."""
+    found = [set().union(*names) for names in zip(*ranks, strict=True)]
+    assert found == [set(names) for names in names_of(reference)]
 
 
 def compare(stages, reference):
-    for step, expected in enumerate(reference["steps"]):
-        for stage in stages:
-            ours = stage["steps"][step]
-            for figure in ("loss", "router_loss", "norm"):
-                assert ours[figure] == expected[figure], f"{figure} of step {step}"
-            for name, grad in ours["grads"].items():
-                assert torch.equal(grad, expected["grads"][name]), f"step {step}, {name}"
-        assert {n for s in stages for n in s["steps"][step]["grads"]} == set(expected["grads"])
-    held = {name: weight for stage in stages for name, weight in stage["weights"].items()}
-    assert set(held) == set(reference["weights"])
-    for name, weight in held.items():
-        assert torch.equal(weight, reference["weights"][name]), name
+    for stage in stages:
+        assert_equal(stage, reference)
+    assert_complete([names_of(stage) for stage in stages], reference)
+
+
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory):
+    """Family -> its folder, the reference, and a loss of held-out rows: once for all splits."""
+
+    @cache
+    def run(family):
+        folder = tmp_path_factory.mktemp(family)
+        whole = build_whole(family, folder)
+        batches = batches_of_step(9)
+        count = torch.tensor(float(count_targets(batches)))
+        with torch.no_grad():
+            held_out = sum(
+                sft(
+                    whole(batch["input_ids"], attention_mask=batch["attention_mask"]).logits,
+                    batch,
+                    num_targets=count,
+                )
+                for batch in batches
+            )
+        reference = reference_run(whole)
+        figures = reference["steps"][0]
+        assert figures["norm"] > MAX_NORM, "clipping must act"
+        assert figures["router_loss"] > 0.5, "the router loss must weigh something"
+        return folder, reference, held_out.item()
+
+    return run
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_every_schedule_equals_the_whole_model(family, num_ranks, tmp_path):
-    reference = reference_run(build_whole(family, tmp_path))
-    figures = reference["steps"][0]
-    assert figures["norm"] > MAX_NORM, "clipping must act"
-    assert figures["router_loss"] > 0.5, "the router loss must weigh something"
+def test_every_schedule_equals_the_whole_model(family, num_ranks, whole_runs):
+    folder, reference, held_out = whole_runs(family)
     has_torch = num_ranks == 2 and family == "mixtral"
-    results = run_ranks(split_runs, num_ranks, tmp_path, num_ranks, has_torch)
-    for name in results[0]:
-        compare([result[name] for result in results], reference)
+    for name in schedules_of(num_ranks):
+        num_stages = make_schedule(name, num_ranks=num_ranks).num_stages
+        for stage in range(num_stages):
+            loaded(folder, stage, num_stages)
+    ranks = run_ranks(compared_runs, num_ranks, folder, num_ranks, has_torch, reference, held_out)
+    for name in ranks[0]:
+        assert_complete([names[name] for names in ranks], reference)
 
 
 def test_stages_without_experts(tmp_path):
@@ -182,11 +252,11 @@ def test_stages_without_experts(tmp_path):
     compare(results, reference)
 
 
-def test_a_wrong_weight_is_noticed(tmp_path):
+def test_a_wrong_weight_is_noticed(whole_runs):
     """Notice a coefficient that is 0.1 % off: in the metric, and in the gradients."""
-    reference = reference_run(build_whole("mixtral", tmp_path))
+    folder, reference, _ = whole_runs("mixtral")
     options = {"router_aux_loss_coef": COEFFICIENT * 1.001}
-    results = run_ranks(split_run, 2, tmp_path, 2, "1f1b", options)
+    results = run_ranks(split_run, 2, folder, 2, "1f1b", options)
     with pytest.raises(AssertionError, match="router_loss"):
         compare(results, reference)
     for result in results:  # now the metric is right and the gradient is wrong
@@ -220,24 +290,7 @@ def accumulate(rank, folder, num_stages):
     return [[result.loss, result.extra_loss, result.grad_norm] for result in results]
 
 
-def test_accumulation_makes_the_router_loss_no_heavier(tmp_path):
-    build_whole("mixtral", tmp_path)
-    once, thrice = run_ranks(accumulate, 2, tmp_path, 2)[1]
+def test_accumulation_makes_the_router_loss_no_heavier(whole_runs):
+    folder, *_ = whole_runs("mixtral")
+    once, thrice = run_ranks(accumulate, 2, folder, 2)[1]
     assert thrice == pytest.approx(once, rel=1e-5)
-
-
-def test_evaluation_takes_the_logits(tmp_path):
-    whole = build_whole("mixtral", tmp_path)
-    batches = batches_of_step(9)
-    count = torch.tensor(float(count_targets(batches)))
-    with torch.no_grad():
-        wanted = sum(
-            sft(
-                whole(batch["input_ids"], attention_mask=batch["attention_mask"]).logits,
-                batch,
-                num_targets=count,
-            )
-            for batch in batches
-        )
-    for result in run_ranks(split_run, 2, tmp_path, 2, "1f1b"):
-        assert result["held_out"] == pytest.approx(wanted.item(), rel=1e-6)

@@ -142,16 +142,24 @@ def schedules_of(tied, num_stages):
     return ("gpipe", "1f1b") if num_stages == 2 else ("gpipe",)
 
 
-def split_runs(rank, family, folders, num_stages):
-    """Run all variants and schedules of one family and stage count on the same ranks."""
-    results = {}
+def compared_runs(rank, family, folders, num_stages, references):
+    """Run and compare all variants and schedules of one family on the same ranks.
+
+    Returns:
+        Names of the gradients by step, and of the weights, for each run.
+    """
+    found = {}
     for tied, folder in folders.items():
         model = build_stage(family, folder, stage=rank, num_stages=num_stages)
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
         for schedule in schedules_of(tied, num_stages):
             begin_again(model, start)
-            results[f"{tied} {schedule}"] = split_run(model, rank, family, schedule)
-    return results
+            ours = split_run(model, rank, family, schedule)
+            # a tied weight shifts all else by rounding
+            compare(ours, references[tied], bitwise=not tied or num_stages == 1)
+            names = [*(list(step["grads"]) for step in ours["steps"]), list(ours["weights"])]
+            found[f"{tied} {schedule}"] = names
+    return found
 
 
 @torch.no_grad()
@@ -169,27 +177,27 @@ def assert_close(ours, theirs, *, bitwise, what):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, msg=what)
 
 
-def compare(stages, reference, *, tied):
-    """`stages`: what each rank returned. Tied weights shift all else by rounding."""
-    held = [name for stage in stages for name in stage["weights"]]
+def compare(ours, reference, *, bitwise):
+    for step, (made, expected) in enumerate(zip(ours["steps"], reference["steps"], strict=True)):
+        if bitwise or step == 0:
+            assert made["loss"] == expected["loss"]
+        assert made["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert made["norm"] == pytest.approx(expected["norm"], rel=0 if bitwise else 1e-6)
+        for name, grad in made["grads"].items():
+            assert_close(grad, expected["grads"][name], bitwise=bitwise, what=f"grad of {name}")
+    for name, weight in ours["weights"].items():
+        assert_close(weight, reference["weights"][name], bitwise=bitwise, what=name)
+
+
+def assert_complete(ranks, reference, *, tied):
+    """Check that the ranks together have each gradient and weight, and a tied one twice."""
+    *grads, weights = zip(*ranks, strict=True)
+    for of_ranks, step in zip(grads, reference["steps"], strict=True):
+        assert set().union(*of_ranks) == set(step["grads"])
+    held = [name for names in weights for name in names]
     assert set(held) == set(reference["weights"])
     twice = {name for name in held if held.count(name) > 1}
-    assert len(twice) == (1 if tied and len(stages) > 1 else 0)
-    bitwise = not twice
-    for step in range(NUM_STEPS):
-        expected = reference["steps"][step]
-        for stage in stages:
-            ours = stage["steps"][step]
-            if bitwise or step == 0:
-                assert ours["loss"] == expected["loss"]
-            assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-            assert ours["norm"] == pytest.approx(expected["norm"], rel=0 if bitwise else 1e-6)
-            for name, grad in ours["grads"].items():
-                assert_close(grad, expected["grads"][name], bitwise=bitwise, what=f"grad of {name}")
-        assert {n for s in stages for n in s["steps"][step]["grads"]} == set(expected["grads"])
-    for stage in stages:
-        for name, weight in stage["weights"].items():
-            assert_close(weight, reference["weights"][name], bitwise=bitwise, what=name)
+    assert len(twice) == (1 if tied and len(ranks) > 1 else 0)
 
 
 @pytest.fixture(scope="module")
@@ -216,11 +224,11 @@ def whole_runs(tmp_path_factory):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_split_equals_whole(family, num_stages, whole_runs):
     folders, references = whole_runs(family)
-    results = run_ranks(split_runs, num_stages, family, folders, num_stages)
+    found = run_ranks(compared_runs, num_stages, family, folders, num_stages, references)
     for tied in (False, True):
         for schedule in schedules_of(tied, num_stages):
-            stages = [result[f"{tied} {schedule}"] for result in results]
-            compare(stages, references[tied], tied=tied)
+            ranks = [names[f"{tied} {schedule}"] for names in found]
+            assert_complete(ranks, references[tied], tied=tied)
 
 
 @pytest.fixture
@@ -279,6 +287,5 @@ def test_a_broken_split_is_noticed(tmp_path):
     with torch.no_grad():
         whole.model.layers[2].mlp.up_proj.weight[0, 0] += 1e-4
     reference = reference_run("llama", whole)
-    results = run_ranks(split_runs, 2, "llama", {False: tmp_path}, 2)
-    with pytest.raises(AssertionError):
-        compare([result["False 1f1b"] for result in results], reference, tied=False)
+    with pytest.raises(AssertionError, match="in compare"):
+        run_ranks(compared_runs, 2, "llama", {False: tmp_path}, 2, {False: reference})

@@ -76,7 +76,7 @@ LORA = ("--llm-lora-num", 1, "--parts.lm_head.frozen", "--rollouts.kl_beta", 0.1
 # options, ranks
 ZBV = (("--schedule", "zbv", "--num-stages", 4), 2)
 SPLITS = [
-    (("--schedule", "gpipe"), 4),
+    (("--schedule", "gpipe"), 3),
     ZBV,
     (("--schedule", "interleaved_1f1b", "--num-stages", 4), 2),
 ]
@@ -108,7 +108,7 @@ def last_tensors(job, name):
 
 def weights(job, name):
     """Without the state of the optimizer, which replicas with shares save in pieces."""
-    [last] = (job.folder / name / "checkpoints").glob("step-*4")
+    last = job.folder / name / "checkpoints" / job.checkpoints(name)[-1]
     paths = [path for path in last.rglob("*.safetensors") if path.parent.name != "training_state"]
     return {key: value for path in paths for key, value in load_file(path).items()}
 
