@@ -133,8 +133,8 @@ def read_config(path: str | Path, names: Iterable[str] = ()) -> list[Given]:
     try:
         text = path.read_text(encoding="utf-8")
         if is_json:
-            json.loads(text)  # what YAML takes in addition is a mistake here
-            text = text.expandtabs()  # YAML refuses tabs, which a JSON text has only between words
+            json.loads(text)  # YAML would take more than JSON has
+            text = text.expandtabs()  # YAML refuses the tabs that JSON allows between words
         content, lines = read_options(text)
     except OSError as error:
         raise OptionError(

@@ -25,7 +25,7 @@ class Loader:
     fill: Callable[..., None]  # stage, its checkpoint or None: the weights that it owns
     processor: Callable[..., Any]  # folder -> tokenizer or processor
     processor_of_weights: Callable[..., Any | None]  # the same; None: the folder has none
-    pad_token_id: Callable[[Any], int]  # of a processor
+    pad_token_id: Callable[[Any], int]  # processor -> id
     save_processor: Callable[[Any, Path], None]
     stop_ids: Callable[..., list[int]]  # ids of the model, processor -> all that end an answer
 

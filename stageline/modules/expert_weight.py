@@ -20,7 +20,7 @@ _PRODUCTS = ("matmul", "mm", "bmm")
 _GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 _FACTS = ("shape", "dtype", "device", "ndim", "dim", "size", "data_ptr", "requires_grad")
 GROUPED_BYTES = 16  # grouped products want rows of a multiple of it
-DENSE_BYTES = 1 << 28  # of matrices in few bits that are dequantized at once on an accelerator
+DENSE_BYTES = 1 << 28  # of matrices that are dequantized at once on an accelerator
 
 
 def expert_parameters(module: nn.Module) -> list[str]:
@@ -273,7 +273,7 @@ def _times(x: torch.Tensor, weight: PackedWeight, ends: tuple[int, ...]) -> torc
     made, starts = x.new_zeros(len(x), weight.size[1]), (0, *ends)
     filled = [number for number, end in enumerate(ends) if end > starts[number]]
     step = 1
-    if is_accelerator(x.device) and x.dtype == torch.bfloat16:  # what grouped products take
+    if is_accelerator(x.device) and x.dtype == torch.bfloat16:  # grouped products take it
         row_bytes = [size * x.element_size() for size in weight.size]
         if not any(size % GROUPED_BYTES for size in row_bytes):
             step = max(1, DENSE_BYTES // (weight.size[0] * row_bytes[1]))

@@ -218,7 +218,7 @@ def test_a_row_gets_the_same_token_and_logprobs_alone_and_in_any_batch(dtype):
 @pytest.mark.parametrize("size", [97, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_of_a_training_are_exact_and_the_rows_own(heat, size, dtype):
-    """Rows that come and go change no bit of the others', and an unusable row ends alone."""
+    """Other rows change no bit of a row; an unusable row ends by itself."""
     logits = _logits(33, size, spread=5.0).to(dtype)
     logits[7, 3] = float("nan")
 

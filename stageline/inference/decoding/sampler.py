@@ -194,7 +194,9 @@ def choose(logits_BV: Tensor, rows: Sequence[SampledRow]) -> list[Chosen]:
     if len(kinds) == 1 and (kind := kinds.pop())[:2] == (0, True):
         temperature = kind[2] if rows[0].is_sampled else 0.0
         values = _own_logprobs(logits_BV, tokens, temperature)
-        logprobs = [TokenLogprob(*both, ()) for both in zip(tokens, values, strict=True)]
+        logprobs: list[TokenLogprob | None] = [
+            TokenLogprob(*both, ()) for both in zip(tokens, values, strict=True)
+        ]
     else:
         logprobs = [
             None if place in errors else _logprob(logits_BV, place, token, rows[place])
