@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from commands.stages import stage_key
 from loss_fn import sft
 from pp_models import class_of_key
+from stageline.checkpoint.load import fill_stage
 from stageline.modules.quantised import Quantization, quantise_layers
 from stageline.pipeline.runner import PipelineRunner, TorchPipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.shrink import shrink_config
-from stageline.stages.base import WeightSource, fill_stage
 from stageline.streaming.lanes import Lane
 from stageline.streaming.runner import StreamingRunner, even_plan
 from stageline.training.precision import MasterWeights
@@ -122,7 +122,7 @@ def make_stage(folder, stage, num_stages, *, quantization=None, recompute=None, 
     config = AutoConfig.from_pretrained(folder)
     kind = class_of_key(stage_key(config))
     model = kind(config, stage=stage, num_stages=num_stages, **options)
-    fill_stage(model, WeightSource(str(folder), 0, "cpu", torch.float32), new_rows=None)
+    fill_stage(model, folder, dtype=torch.float32)
     if quantization is not None:
         layers = [layer for _, layer in model.layer_list()]
         quantise_layers(layers, quantization, dtype=torch.float32, device="cpu")

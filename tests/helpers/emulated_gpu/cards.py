@@ -60,11 +60,17 @@ MADE_BY_SIZE = ("empty", "empty_strided", "zeros", "ones", "full")
 
 @functools.cache
 def _complete_cpu() -> torch.library.Library:
-    """Give the CPU the backward pass of the RMSNorm that torch calls for tensors of cards only."""
+    """Give the CPU two operations that torch calls for tensors of cards only.
+
+    They are the backward pass of its RMSNorm, and products of half factors as float32.
+    """
     library = torch.library.Library("aten", "IMPL")  # the cache keeps it, or its kernels end
     backward = torch.ops.aten._fused_rms_norm_backward.default
     if not torch._C._dispatch_has_kernel_for_dispatch_key(backward.name(), "CPU"):
         library.impl(backward, get_decompositions([backward])[backward], "CPU")
+    product = torch.ops.aten.mm.dtype
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(product.name(), "CPU"):
+        library.impl(product, lambda a, b, dtype: torch.mm(a.to(dtype), b.to(dtype)), "CPU")
     return library
 
 
