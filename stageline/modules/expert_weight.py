@@ -36,7 +36,7 @@ def num_experts(module: nn.Module) -> int:
     """Return E of a module with fused weights of experts, quantised or not; 0: it has none."""
     own = [*vars(module).values(), *map(module.get_parameter, expert_parameters(module))]
     if kept := [one for one in own if isinstance(one, ExpertWeight | nn.Parameter)]:
-        return int(kept[0].shape[0])
+        return min(int(one.shape[0]) for one in kept)  # longcat has rows for identities, too
     # flat weights [E * rows, columns], whose module is called with the choices all the same
     takes = inspect.signature(module.forward).parameters
     return int(getattr(module, "num_experts", 0)) if "top_k_index" in takes else 0

@@ -246,8 +246,9 @@ def test_nothing_is_exchanged_without_experts(tmp_path):
 def test_a_run_of_two_replicas_logs_the_load(tmp_path):
     """The figures follow from the counts, and these add up to the tokens of both replicas."""
     job = Job(tmp_path, family="qwen3_moe", num_layers=4)
-    text = job.train("two", "--total-steps", 3, "--dp-degree", 2, "--num-stages", 2, ranks=4).out
-    alone_text = job.train("one", "--total-steps", 3, ranks=1).out
+    halves = ("--dp-degree", 2, "--batch-size", 2, "--micro-batch-size", 1)  # of a replica
+    text = job.train("two", "--total-steps", 3, *halves, "--num-stages", 2, ranks=4).out
+    alone_text = job.train("one", "--total-steps", 3, "--batch-size", 4, ranks=1).out
     top_k = AutoConfig.from_pretrained(job.model).num_experts_per_tok
     told = {}
     for name, out in (("two", text), ("one", alone_text)):
