@@ -66,7 +66,8 @@ class ExpertTokens:
     [E * N, .], in which a row of zeros was not chosen.
 
     Args:
-        models: their experts get hooks, which do nothing outside of `counting_tokens`.
+        models: their experts get hooks, which do nothing outside of `counting_tokens`; not those
+            in compiled layers, whose graph a hook would break.
 
     Attributes:
         sums: by module and device; cleared, the count starts again.
@@ -74,8 +75,11 @@ class ExpertTokens:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self.sums: dict[tuple[str, torch.device], torch.Tensor] = {}
+        compiled = " "  # the beginning of names in the last compiled layer
         for name, module in (one for model in models for one in model.named_modules()):
-            if count := num_experts(module):
+            if hasattr(module.forward, "_torchdynamo_orig_callable"):
+                compiled = f"{name}."
+            if not name.startswith(compiled) and (count := num_experts(module)):
                 hook = partial(self._add, name.replace(".lora_module", ""), count)
                 module.register_forward_pre_hook(hook, with_kwargs=True)
 

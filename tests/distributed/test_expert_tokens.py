@@ -12,6 +12,8 @@ from loss_fn import sft
 from pp_models import class_of_key
 from stageline.checkpoint.load import fill_stage
 from stageline.modules.quantised import Quantization, quantise_layers
+from stageline.modules.recompute import compile_layers
+from stageline.modules.router_records import ExpertTokens
 from stageline.pipeline.runner import PipelineRunner, TorchPipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.shrink import shrink_config
@@ -229,6 +231,16 @@ def test_over_ranks(family, num_ranks, tmp_path):
     for found in run_ranks(count_all, num_ranks, tmp_path, num_ranks):
         for counts in found:
             assert counts == expected and list(counts) == list(expected)
+
+
+def test_compiled_layers_stay_one_graph(tmp_path):
+    make_whole("qwen3_moe", tmp_path)
+    stage = make_stage(tmp_path, 0, 1)
+    compile_layers(stage.layer_list()[1:], backend="eager")
+    hooked = {name for name, module in stage.named_modules() if module._forward_pre_hooks}
+    ExpertTokens([stage])
+    now = {name for name, module in stage.named_modules() if module._forward_pre_hooks}
+    assert now - hooked == {"model.layers.0.mlp.experts"}
 
 
 def test_nothing_is_exchanged_without_experts(tmp_path):
