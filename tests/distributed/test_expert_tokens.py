@@ -258,7 +258,7 @@ def test_nothing_is_exchanged_without_experts(tmp_path):
 def test_a_run_of_two_replicas_logs_the_load(tmp_path):
     """The figures follow from the counts, and these add up to the tokens of both replicas."""
     job = Job(tmp_path, family="qwen3_moe", num_layers=4)
-    halves = ("--dp-degree", 2, "--batch-size", 2, "--micro-batch-size", 1)  # of a replica
+    halves = ("--dp-degree", 2, "--batch-size", 2, "--micro-batch-size", 1)
     text = job.train("two", "--total-steps", 3, *halves, "--num-stages", 2, ranks=4).out
     alone_text = job.train("one", "--total-steps", 3, "--batch-size", 4, ranks=1).out
     top_k = AutoConfig.from_pretrained(job.model).num_experts_per_tok

@@ -268,7 +268,7 @@ BUDGET = {
     ),
     "stages": ("stageline/stages/", 3770, 3769),
     "pipeline": ("stageline/pipeline/", 2000, 2000),
-    "modules": ("stageline/modules/", 3900, 4164),
+    "modules": ("stageline/modules/", 3900, 4168),
     "streaming": ("stageline/streaming/", 3000, 3000),
     "training": ("stageline/training/", 5050, 5300),
     "checkpoint": ("stageline/checkpoint/", 4700, 4702),
