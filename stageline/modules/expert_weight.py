@@ -20,7 +20,7 @@ _PRODUCTS = ("matmul", "mm", "bmm")
 _GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 _FACTS = ("shape", "dtype", "device", "ndim", "dim", "size", "data_ptr", "requires_grad")
 GROUPED_BYTES = 16  # grouped products want rows of a multiple of it
-DENSE_BYTES = 1 << 28  # of matrices that are dequantized at once on an accelerator
+DENSE_BYTES = 1 << 28  # an accelerator dequantizes as much at once
 
 
 def expert_parameters(module: nn.Module) -> list[str]:

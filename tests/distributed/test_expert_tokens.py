@@ -22,7 +22,7 @@ from stageline.streaming.runner import StreamingRunner, even_plan
 from stageline.training.precision import MasterWeights
 from stageline.training.step import TrainStep
 from stageline.verify.batches import draw_text
-from tests.helpers.family_configs import family_config
+from tests.helpers.family_configs import config_with_experts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import Job
 
@@ -31,15 +31,6 @@ FAMILIES = (
     *("qwen3_next", "llama4_text", "hunyuan_v1_moe", "phimoe", "nemotron_h", "dbrx"),
     *("longcat_flash", "ernie4_5_moe"),
 )
-FIELDS = {
-    "gemma4_text": {
-        "enable_moe_block": True,
-        "num_experts": 8,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 704,
-    },
-    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
-}
 NUM_LAYERS, NUM_MICRO_BATCHES = 4, 4
 # above a few-bit base, and with adapters of experts, whose module is wrapped
 LORA = {"llm_lora_num": 1, "lora_rank": 2, "lora_target": [r".*experts\.[a-z_]*proj", "q_proj"]}
@@ -48,9 +39,7 @@ LORA |= {"frozen_lm_head": True}
 
 def make_whole(family, folder):
     torch.manual_seed(3)
-    config = family_config(family)
-    for name, value in FIELDS.get(family, {}).items():
-        setattr(config, name, value)
+    config = config_with_experts(family)
     whole = AutoModelForCausalLM.from_config(shrink_config(config, num_layers=NUM_LAYERS))
     with torch.no_grad():  # routers that start near zero choose at random
         for parameter in whole.parameters():

@@ -94,6 +94,25 @@ def family_config(name: str) -> PretrainedConfig:
     return config
 
 
+EXPERTS = {  # their defaults have none, or one
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 704,
+    },
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
+}
+
+
+def config_with_experts(name: str) -> PretrainedConfig:
+    """Return the configuration of a mixture of experts that has several."""
+    config = family_config(name)
+    for field, value in EXPERTS.get(name, {}).items():
+        setattr(config, field, value)
+    return config
+
+
 def _complete(config: PretrainedConfig) -> None:
     for path, value in LACKING.get(config.model_type, {}).items():
         holder, _, name = path.rpartition(".")

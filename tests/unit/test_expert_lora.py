@@ -23,20 +23,12 @@ from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.shrink import shrink_config
 from stageline.verify.batches import loss_of, run_chain, with_facts
-from tests.helpers.family_configs import family_config
+from tests.helpers.family_configs import config_with_experts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_checkpoints import shake
 
 # layouts [E, out, in] and [E, in, out], with biases, without a gate, with other modules' names
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "gemma4_text")
-FIELDS = {
-    "gemma4_text": {
-        "enable_moe_block": True,
-        "num_experts": 8,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 704,
-    }
-}
 TARGET = [r".*experts\.[a-z_]*proj", "q_proj", "o_proj", "q_b_proj"]
 LORA = {"llm_lora_num": 1, "lora_rank": 3, "lora_alpha": 7.0, "lora_target": TARGET}
 LORA |= {"frozen_lm_head": True}
@@ -44,9 +36,7 @@ LORA |= {"frozen_lm_head": True}
 
 def make_whole(family, folder, *, num_layers=2):
     torch.manual_seed(3)
-    config = family_config(family)
-    for name, value in FIELDS.get(family, {}).items():
-        setattr(config, name, value)
+    config = config_with_experts(family)
     config = shrink_config(config, num_layers=num_layers)
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     with torch.no_grad():
