@@ -45,9 +45,9 @@ def last(job, name):
     return job.folder / name / "checkpoints" / f"step-{STEPS:08d}"
 
 
-@pytest.mark.parametrize("step", range(1, STEPS))
-def test_e01_e03_resumed_at_each_step(step, job, straight):
-    """Resumed after each step of a run in turn; epochs end at 4 and 8 (E3)."""
+@pytest.mark.parametrize("step", [1, 3, 4, 5, 8, 11])
+def test_e01_e03_resumed_at_a_step(step, job, straight):
+    """Resumed in an epoch, at its end and behind it; epochs end at 4 and 8 (E3)."""
     name = f"from-{step}"
     done = job.fork(name, "--resume", straight / f"step-{step:08d}", "--save-steps", 6, ranks=1)
     assert done.code == 0, done.err
@@ -84,16 +84,13 @@ OPTIONS = {
 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_resumed_with_options(case, small):
-    """Killed at step 7, resumed from 6: equal to a run that was not."""
+    """Resumed from step 6: equal to the run that went on."""
     options = OPTIONS[case]
-    whole, parts = f"{case}-whole", f"{case}-parts"
-    assert small.fork(whole, *options, ranks=1).code == 0
-    assert small.fork(parts, *options, ranks=1, chaos=KILL.format(7), waits=True).code != 0
-    done = small.fork(parts, *options, "--resume", "auto", ranks=1)
-    assert done.code == 0 and "6 of 12 steps are done" in done.out, done.err
-    assert small.losses(parts) == small.losses(whole)
-    assert_same(last(small, parts), last(small, whole))
-    numbers = [SavedState(last(small, name)).facts["numbers"] for name in (parts, whole)]
+    small.train(case, *options, ranks=1)
+    rest = small.resume(case, *options, ranks=1)
+    assert small.losses(rest).items() <= small.losses(case).items()
+    assert_same(last(small, rest), last(small, case))
+    numbers = [SavedState(last(small, name)).facts["numbers"] for name in (rest, case)]
     assert numbers[0] == numbers[1]
 
 
@@ -112,14 +109,11 @@ def test_a_loss_with_a_state_goes_on_on_other_stages(job, keeps):
     part = job.folder / f"state_{keeps}.py"
     part.write_text(code)
     options = ("--import", part, "--loss-fn", "hard_tokens")
-    assert job.fork(f"{keeps} whole", *options, ranks=1).code == 0
-    killed = job.fork(f"{keeps} parts", *options, ranks=2, chaos=KILL.format(7), waits=True)
-    assert killed.code != 0
-    done = job.fork(f"{keeps} parts", *options, "--resume", "auto", ranks=4)
-    assert done.code == 0 and "6 of 12 steps are done" in done.out, done.err
-    assert job.losses(f"{keeps} parts") == job.losses(f"{keeps} whole")
-    state = SavedState(last(job, f"{keeps} parts")).facts["loss"]
-    assert state == SavedState(last(job, f"{keeps} whole")).facts["loss"] and state["mean"] > 0.1
+    job.train(keeps, *options, ranks=2)
+    rest = job.resume(keeps, *options, ranks=4 if keeps == "number" else 1)
+    assert job.losses(rest).items() <= job.losses(keeps).items()
+    state = SavedState(last(job, rest)).facts["loss"]
+    assert state == SavedState(last(job, keeps)).facts["loss"] and state["mean"] > 0.1
 
 
 STATE_OF_A_MODULE = """super().__init__()
@@ -187,8 +181,8 @@ def test_e09_each_sample_once_in_the_same_order(small, monkeypatch):
 
 
 def test_e10_and_e11_stages_change_nothing(job, straight):
-    """The same run again and with 2 and 3 stages: equal to the bit."""
-    for name, ranks in (("again", 1), ("two", 2), ("three", 3)):
+    """The same run again and with 3 stages: equal to the bit; D12 begins with two."""
+    for name, ranks in (("again", 1), ("three", 3)):
         done = job.fork(name, ranks=ranks)
         assert done.code == 0, done.err
         assert job.losses(name) == job.losses("straight")
@@ -232,27 +226,33 @@ def assert_close(ours: Path, theirs: Path, rtol: float) -> None:
         torch.testing.assert_close(mine[name], expected[name], rtol=rtol, atol=1e-6, msg=name)
 
 
+ORDER = ("--rows.order", "given")
+
+
+@pytest.fixture(scope="module")
+def alone(small):
+    small.train("alone", *ORDER, ranks=1)
+    return "alone"
+
+
 @pytest.mark.parametrize("shards", [False, True], ids=["replicated", "sharded"])
-def test_d12_replicas_come_and_go(shards, small):
+def test_d12_replicas_come_and_go(shards, small, alone):
     """One process, then two replicas, then one: the same samples, losses equal but for rounding."""
-    order = ("--rows.order", "given")
-    assert small.fork(f"alone-{shards}", *order, ranks=1).code == 0
     name = f"replicas-{shards}"
     two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 4, *["--dp-shard"][: int(shards)])
-    assert small.fork(name, *order, ranks=1, chaos=KILL.format(3), waits=True).code != 0
-    again = small.fork(name, *order, *two, "--resume", "auto", chaos=KILL.format(7), waits=True)
+    start = last(small, alone).with_name("step-00000002")
+    again = small.fork(name, *ORDER, *two, "--resume", start, chaos=KILL.format(7), waits=True)
     assert "2 of 12 steps are done" in again.out, again.err
-    done = small.fork(name, *order, "--resume", "auto", ranks=1)
+    done = small.fork(name, *ORDER, "--resume", "auto", ranks=1)
     assert done.code == 0 and "6 of 12" in done.out, done.err
-    expected = small.losses(f"alone-{shards}")
-    assert small.losses(name) == pytest.approx(expected, rel=1e-5)
-    assert_close(last(small, name), last(small, f"alone-{shards}"), rtol=1e-3)
+    losses, expected = small.losses(name), small.losses(alone)
+    assert losses == pytest.approx({k: v for k, v in expected.items() if k > 2}, rel=1e-5)
+    assert_close(last(small, name), last(small, alone), rtol=1e-3)
 
 
-@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
-def test_d12_sharded_masters(precision, small):
+def test_d12_sharded_masters(small):
     """Float32 masters of a half-precision run, from shares to whole ones and on."""
-    name = f"masters{precision}"
+    name, precision = "masters", "--bf16"
     two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 4, "--dp-shard")
     assert small.fork(name, precision, *two, chaos=KILL.format(5), waits=True).code != 0
     folder = small.folder / name / "checkpoints" / "step-00000004"
@@ -282,8 +282,8 @@ def tensors_joined(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_lora_on_lora(small):
-    """A second adapter on a first one: killed and resumed on another number of stages."""
-    assert small.fork("first", "--llm-lora-num", 1, ranks=1).code == 0
+    """A second adapter on a first one, resumed on another number of stages."""
+    small.train("first", "--llm-lora-num", 1, ranks=1)
     options = (
         "--model-path",
         last(small, "first"),
@@ -294,9 +294,7 @@ def test_lora_on_lora(small):
         "--config-path",
         small.model,
     )
-    assert small.fork("second", *options, ranks=1).code == 0
-    assert small.fork("second-parts", *options, ranks=2, chaos=KILL.format(7), waits=True).code != 0
-    done = small.fork("second-parts", *options, "--resume", "auto", ranks=1)
-    assert done.code == 0, done.err
-    assert small.losses("second-parts") == small.losses("second")
-    assert_same(last(small, "second-parts"), last(small, "second"))
+    small.train("second", *options, ranks=2)
+    rest = small.resume("second", *options, ranks=1)
+    assert small.losses(rest).items() <= small.losses("second").items()
+    assert_same(last(small, rest), last(small, "second"))

@@ -132,6 +132,18 @@ class Job:
         assert done.code == 0, done.out[-2000:] + done.err[-4000:]
         return done
 
+    def resume(self, name: str, *options: str | Path | int, step: int = 6, **more: Any) -> str:
+        """Run `NAME-resumed` from a checkpoint of run `name`; return its name.
+
+        A kill leaves no other state than a run that continues: checkpoints are written alike.
+        """
+        source = self.folder / name / "checkpoints" / f"step-{step:08d}"
+        done = self.train(f"{name}-resumed", *options, "--resume", source, **more)
+        assert f"{step} of " in done.out and "steps are done" in done.out, done.out
+        rest = {k: loss for k, loss in self.losses(name).items() if k > step}
+        assert self.losses(f"{name}-resumed").keys() == rest.keys()
+        return f"{name}-resumed"
+
     def start_forked(
         self, name: str, *options: str | Path | int, ranks: int = 2, chaos: str = ""
     ) -> "ForkedRun":
