@@ -36,9 +36,9 @@ def assert_same_run(job, one, other, step):
 
 
 def test_a_constant_rate_goes_on_as_if_it_had_been_longer(job):
-    assert job.fork("whole", *CONSTANT, "--total-steps", 11).code == 0
-    assert job.fork("short", *CONSTANT, "--total-steps", 6).code == 0
-    done = job.fork("short", *CONSTANT, "--total-steps", 11, *RESUME)
+    assert job.fork("whole", *CONSTANT, "--total-steps", 11, ranks=1).code == 0
+    assert job.fork("short", *CONSTANT, "--total-steps", 6, ranks=1).code == 0
+    done = job.fork("short", *CONSTANT, "--total-steps", 11, *RESUME, ranks=1)
     assert done.code == 0 and "6 of 11 steps are done" in done.out, done.err
     assert_same_run(job, "short", "whole", 11)
 

@@ -151,7 +151,7 @@ def test_f05_nan_is_not_hidden(job):
 
 
 def test_f06_a_spike(job):
-    options = ("--total-steps", 18, "--save-steps", 1)
+    options = ("--total-steps", 18, "--save-steps", 17)
     options += ("--bad-steps.spike_sigma", 6, "--bad-steps.spike_action", "skip")
     ended = job.fork("spike", *options, chaos="at=spike,rank=1,step=17,do=value")
     assert ended.code == 0, ended.err

@@ -22,9 +22,9 @@ from tests.helpers.killing import (
 from tests.helpers.small_run import Job
 from tests.helpers.warm_start import WarmLauncher, live_processes
 
-TOTAL_STEPS = 40
-KILLS = 10
-ANSWERING_STEPS, ANSWERING_KILLS = 24, 4
+TOTAL_STEPS = 30
+KILLS = 6
+ANSWERING_STEPS, ANSWERING_KILLS = 16, 3
 OPTIONS = ("--total-steps", TOTAL_STEPS, "--save-steps", 2, "--keep-last", 3)
 # stages, whether saving waits, data workers: of the restarts in turn
 WAYS = [(2, False, 0), (1, False, 0), (2, True, 0), (2, False, 1), (1, True, 0)]

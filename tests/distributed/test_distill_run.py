@@ -14,7 +14,7 @@ from register import (
     prompt_register,
 )
 from stageline.data.batches.collate_part import as_collate_part
-from tests.helpers.grpo_runs import SPLITS
+from tests.helpers.grpo_runs import ZBV
 from tests.helpers.small_run import Job, saved_tensors
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import tiny_tokenizer
@@ -60,14 +60,14 @@ def assert_same(job, name):
         torch.testing.assert_close(own[key], value, msg=key, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("options", "ranks"), SPLITS)
-def test_every_split_learns_the_same(job, options, ranks):
-    name = f"{ranks} {' '.join(map(str, options))}"
-    train(job, name, *OWN, *options, ranks=ranks)
-    assert_same(job, name)
+def test_another_split_learns_the_same(job):
+    options, ranks = ZBV
+    train(job, "zbv", *OWN, *options, ranks=ranks)
+    assert_same(job, "zbv")
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(job):
+    """On two stages of 1f1b."""
     fault = "at=decoding,rank=0,step=2,do=sigkill"
     path = ("--teacher.path", job.folder / "teacher")
     killed = job.fork("killed", *GIVEN, *path, *OWN, chaos=fault, waits=True)

@@ -98,15 +98,12 @@ def test_the_divergence_from_a_copy_of_the_start(job, frozen, kind):
     assert steps[3]["ratio_gap"] == 0, "old log-probabilities are those of the weights"
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "ranks"),
-    [("mixed", (), 2), ("full", *ZBV)],
-)
-def test_every_split_has_the_same_start(job, frozen, kind, options, ranks, monkeypatch):
+def test_another_split_has_the_same_start(job, frozen, monkeypatch):
+    """Two stages of 1f1b are in test_a_killed_run_has_the_start_of_its_first_one."""
     monkeypatch.setattr(Rollouts, "_with_log_probs", against_plain_model(job.model))
-    name = f"frozen {kind} {ranks} {' '.join(options[:2])}"
-    trained(job, name, *BESIDE[kind], *map(str, options), ranks=ranks)
-    assert_same_bytes(job, name, frozen(kind))
+    options, ranks = ZBV
+    trained(job, "frozen zbv", *BESIDE["full"], *map(str, options), ranks=ranks)
+    assert_same_bytes(job, "frozen zbv", frozen("full"))
 
 
 def test_replicas_have_the_same_start(job, frozen):
@@ -177,15 +174,13 @@ def refuses_another_start(job, name, *options, ranks):
     assert done.code != 0 and "start weights" in done.err, done.err
 
 
-@pytest.mark.parametrize("kind", ["full", "ahead"])
-def test_a_killed_run_has_the_start_of_its_first_one(job, frozen, kind, monkeypatch):
+def test_a_killed_run_has_the_start_of_its_first_one(job, frozen, monkeypatch):
+    """Answers are drawn ahead."""
     monkeypatch.setattr(Rollouts, "_with_log_probs", against_plain_model(job.model))
-    name = f"frozen {kind} killed"
     chaos = "at=forward,rank=0,step=2,do=sigkill"
-    killed = run(job, name, *BESIDE[kind], chaos=chaos, waits=True)
-    assert killed.code != 0 and job.checkpoints(name) == ["step-00000002"]
-    if kind == "full":
-        refuses_another_start(job, name, *BESIDE[kind], ranks=2)
-    done = trained(job, name, *BESIDE[kind], "--resume", "auto")
+    killed = run(job, "killed", *BESIDE["ahead"], chaos=chaos, waits=True)
+    assert killed.code != 0 and job.checkpoints("killed") == ["step-00000002"]
+    refuses_another_start(job, "killed", *BESIDE["ahead"], ranks=2)
+    done = trained(job, "killed", *BESIDE["ahead"], "--resume", "auto")
     assert "2 of 4 steps are done" in done.out
-    assert_same_bytes(job, name, frozen(kind))
+    assert_same_bytes(job, "killed", frozen("ahead"))

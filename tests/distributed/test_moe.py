@@ -231,8 +231,9 @@ def whole_runs(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "num_ranks"), [("mixtral", 1), ("mixtral", 2), ("mixtral", 3), ("qwen3_moe", 2)]
+)
 def test_every_schedule_equals_the_whole_model(family, num_ranks, whole_runs):
     folder, reference, held_out = whole_runs(family)
     has_torch = num_ranks == 2 and family == "mixtral"

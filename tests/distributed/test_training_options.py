@@ -88,12 +88,14 @@ def train(
     }
 
 
-def train_schedules(rank, *variant):
-    return [train(rank, 2, *variant, schedule=schedule) for schedule in SCHEDULES]
+def train_schedules(rank, schedules, *variant):
+    return [train(rank, 2, *variant, schedule=schedule) for schedule in schedules]
 
 
 LORA = {"llm_lora_num": 1, "lora_rank": 2, "frozen_lm_head": True}
-# one adapter, and what is frozen, in test_schedule_parity.py
+# one adapter, and what is frozen, in test_schedule_parity.py; recomputation, which repeats passes
+# of its own, has every schedule, the others the plain one and the ones that split backward passes
+FEW = ("1f1b", "interleaved_zero_bubble", "zbv")
 VARIANTS = {
     "bf16": ({}, torch.bfloat16, False, None),
     "fp16": ({}, torch.float16, False, 1024.0),
@@ -104,12 +106,13 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_schedule_equals_one_stage(name):
+def test_schedules_equal_one_stage(name):
     variant = VARIANTS[name]
     (one,) = run_ranks(train, 1, 1, *variant)
-    ranks = run_ranks(train_schedules, 2, *variant)
+    schedules = list(SCHEDULES) if name == "checkpointing" else FEW
+    ranks = run_ranks(train_schedules, 2, schedules, *variant)
     start = start_weights(variant[0], variant[1])
-    for index, schedule in enumerate(SCHEDULES):
+    for index, schedule in enumerate(schedules):
         two = [rank[index] for rank in ranks]
         for rank in two:
             for key in ("losses", "norms", "held_out", "predicted"):

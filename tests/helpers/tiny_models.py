@@ -201,6 +201,10 @@ _FAMILIES = {
 }
 DECODERS = tuple(name for name, family in _FAMILIES.items() if family.vision is None)
 VISION_LANGUAGE = tuple(name for name, family in _FAMILIES.items() if family.vision is not None)
+# One of each kind of code around the layers. Every family is split, packed and answers in tests of
+# that; what works on modules, names and files is tested with these.
+TYPICAL_VISION = ("internvl", "qwen2_5_vl", "gemma3_vl")
+TYPICAL = ("llama", "gpt2", "gpt_neox", "phi3", "gemma2", "mixtral", *TYPICAL_VISION)
 
 
 def tiny_config(family: str, *, tied: bool = False, **overrides: object) -> PretrainedConfig:

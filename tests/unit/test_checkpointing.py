@@ -25,9 +25,8 @@ from stageline.modules.recompute import (
 from stageline.pipeline.live_bytes import PeakBytes
 from tests.helpers.split_backward import plain_backward, split_backward
 from tests.helpers.tiny_batches import tiny_micro_batches
-from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+from tests.helpers.tiny_models import TYPICAL, tiny_config
 
-FAMILIES = DECODERS + VISION_LANGUAGE
 # names of dropouts differ by family; a family takes those it knows
 DROPOUTS = {"attention_dropout": 0.2, "resid_pdrop": 0.2, "attn_pdrop": 0.2, "hidden_dropout": 0.2}
 LORA = {"llm_lora_num": 1, "lora_rank": 2, "lora_dropout": 0.3, "frozen_lm_head": True}
@@ -85,7 +84,7 @@ def count_runs(model):
     return counts
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TYPICAL)
 def test_recomputing_changes_no_bit(family):
     expected = run(make_stage(family), family)
     for options in MODES.values():

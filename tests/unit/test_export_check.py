@@ -17,7 +17,13 @@ from stageline.errors import CheckpointError, UserError
 from stageline.verify.export import ExportError
 from tests.helpers.exports import export_alone, export_folder
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
-from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config, tiny_processor
+from tests.helpers.tiny_models import (
+    DECODERS,
+    TYPICAL_VISION,
+    VISION_LANGUAGE,
+    tiny_config,
+    tiny_processor,
+)
 
 
 def spoil(change):
@@ -42,7 +48,7 @@ def test_a_stage_that_differs_is_found(factor, words, tmp_path):
         export_folder(tmp_path / "base", tmp_path / "out", make_stages=spoil(change))
 
 
-@pytest.mark.parametrize("family", VISION_LANGUAGE)
+@pytest.mark.parametrize("family", TYPICAL_VISION)
 def test_an_image_is_tried_too(family, tmp_path):
     processor = tiny_processor(family)
     size = len(processor.tokenizer)

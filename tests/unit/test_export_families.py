@@ -23,9 +23,8 @@ from tests.helpers.chain import chained_logits
 from tests.helpers.exports import export_folder
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class, shake, tiny_whole
-from tests.helpers.tiny_models import DECODERS, IMAGE_TOKEN_ID, VISION_LANGUAGE, VOCAB_SIZE
+from tests.helpers.tiny_models import IMAGE_TOKEN_ID, TYPICAL, VOCAB_SIZE
 
-FAMILIES = DECODERS + VISION_LANGUAGE
 ADDED_ROWS = 9
 NEW_TOKENS = 4
 
@@ -122,7 +121,7 @@ def some(kind, *families):
         *some(
             "full", "llama", "gpt2", "gpt_neox", "mixtral", "internvl", "qwen2_5_vl", "gemma3_vl"
         ),
-        *some("tied_resized", *FAMILIES),
+        *some("tied_resized", *TYPICAL),
         *some("resized", "llama", "gpt2", "qwen2_vl"),
     ],
 )
@@ -146,7 +145,7 @@ def test_full(kind, family, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("kind", "family"),
     [
-        *some("lora", *FAMILIES),
+        *some("lora", *TYPICAL),
         *some("lora_on_lora", "llama", "gpt2", "gemma3", "mixtral", "internvl", "qwen2_vl"),
     ],
 )

@@ -309,7 +309,7 @@ def test_sampled_groups_come_near_the_expected_gradient():
     true = torch.autograd.grad((logits.softmax(-1) * torch.tensor([0.0, 1.0])).sum(), logits)[0]
     generator = torch.Generator().manual_seed(0)
     errors = {}
-    for num_groups in (100, 2_500):
+    for num_groups in (100, 900):
         found = []
         for _ in range(20):
             shape = (num_groups, 4)
@@ -330,7 +330,7 @@ def test_sampled_groups_come_near_the_expected_gradient():
             )
             found.append((-torch.autograd.grad(loss, logits)[0] - true).norm())
         errors[num_groups] = torch.stack(found).mean().item()
-    assert 2.5 < errors[100] / errors[2_500] < 10, errors
+    assert 2 < errors[100] / errors[900] < 5, errors
 
 
 def test_what_is_no_loss_is_refused():

@@ -174,9 +174,14 @@ CASES |= {
         FAMILIES[family],
         {**EXPERT_LORA, "quantization": KINDS[kind], "experts": experts, "recomputes": recomputes},
     )
-    for family in FAMILIES
-    for kind in KINDS
-    for experts, recomputes in (("eager", False), ("grouped_mm", kind == "nf4"))
+    for family, kind, experts, recomputes in (
+        ("mixtral", "nf4 double", "eager", False),
+        ("mixtral", "int8", "grouped_mm", False),
+        ("gpt_oss", "nf4", "grouped_mm", True),
+        ("gpt_oss", "int8", "eager", False),
+        ("qwen3_moe", "nf4", "eager", False),
+        ("qwen3_moe", "nf4 double", "grouped_mm", True),
+    )
 }
 
 

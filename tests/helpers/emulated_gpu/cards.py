@@ -32,18 +32,12 @@ from tests.helpers.emulated_gpu import torch_cuda
 from tests.helpers.emulated_gpu.memory import Memory
 from tests.helpers.emulated_gpu.native import KIND, MOST_CARDS
 from tests.helpers.emulated_gpu.operations import (
-    COPIES,
-    INDEXING,
-    ON_A_CPU,
-    VALUELESS,
+    Facts,
     Place,
-    is_collective,
-    is_composite,
-    is_random,
+    facts_of,
     must_match,
     name_of,
     replaced,
-    returns_alias,
     tensors_in,
     waits,
     written,
@@ -55,7 +49,6 @@ _device._device_constructors()  # remembered before torch.tensor is another one
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_long, ctypes.c_int, ctypes.c_long)
 CPU = torch.device("cpu")
 NETWORK = -1  # the stream of NCCL on each card
-MADE_BY_SIZE = ("empty", "empty_strided", "zeros", "ones", "full")
 
 
 @functools.cache
@@ -198,48 +191,59 @@ class Cards:
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operation on tensors of a card, or one that makes some."""
-        wanted = self._wanted(kwargs)
-        if is_collective(func):
+        facts = facts_of(func)
+        wanted = self._wanted(kwargs) if kwargs else None
+        if facts.is_collective:
             return self._collective(func, args, kwargs)
-        if is_composite(func):
+        if facts.is_composite:
             with _Watch(self):
                 found = func.decompose(*args, **kwargs)
             if found is not NotImplemented:
                 return found
-        if func in COPIES:
+        if facts.is_copy:
             return self._copy(func, args, kwargs, wanted)
-        tensors = tensors_in(args, kwargs)
+        tensors = tensors_in(args, kwargs) if kwargs else tensors_in(*args)
         ours = [x for x in tensors if isinstance(x, CardTensor)]
-        device = self._one_device(func, tensors, ours, wanted)
+        device = self._one_device(facts, tensors, ours, wanted)
         target = wanted or device
-        inner_args, inner_kwargs = replaced(args, values_of), replaced(kwargs, values_of)
-        if "device" in inner_kwargs:
-            inner_kwargs["device"] = CPU
-        pins = bool(inner_kwargs.pop("pin_memory", False))
-        if waits(func, tensors):
-            self.wait_for_card(name_of(func), device)
-        if name_of(func) in MADE_BY_SIZE and target.type == KIND:
+        inner_args, inner_kwargs = tuple([replaced(x, values_of) for x in args]), kwargs
+        pins = False
+        if kwargs:
+            inner_kwargs = replaced(kwargs, values_of)
+            if "device" in inner_kwargs:
+                inner_kwargs["device"] = CPU
+            pins = bool(inner_kwargs.pop("pin_memory", False))
+        if waits(facts, tensors):
+            self.wait_for_card(facts.name, device)
+        if facts.made_by_size and target.type == KIND:
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
             self.memory.refuse(math.prod(args[0]) * dtype.itemsize, target.index)
-        made = self._compute(func, inner_args, inner_kwargs, target)
+        made = self._compute(facts, inner_args, inner_kwargs, target)
         if target.type != KIND:
             return self.memory.pin(made) if pins else made
+        if facts.name in ("set_", "resize_"):
+            args[0].storage_key = None
         stream = self.stream_of(target)
-        old = {self.memory.part(x) for x in ours}
+        if facts.returns_first and not facts.is_valueless:  # written in place
+            self._note_work(facts, args, kwargs, stream, ours, ())
+            return args[0]
         out = replaced(made, lambda values: self.memory.place(values, target, stream))
-        if name_of(func) not in VALUELESS:
-            self._note_work(func, args, kwargs, stream, old, out)
-        return return_and_correct_aliasing(func, args, kwargs, out) if returns_alias(func) else out
+        if not facts.is_valueless:
+            self._note_work(facts, args, kwargs, stream, ours, out)
+        if facts.returns_alias:
+            return return_and_correct_aliasing(func, args, kwargs, out)
+        return out
 
     def on_host(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operation on the host, and follow it if its memory is page-locked."""
-        if is_collective(func):
+        facts = facts_of(func)
+        if facts.is_collective:
             self._note_collective(func, "cpu")
         pins = bool(kwargs.get("pin_memory"))
         made = func(*args, **({**kwargs, "pin_memory": False} if pins else kwargs))
         if pins:
             self.memory.pin(made)
-        if self.memory.has_pinned() and name_of(func) not in VALUELESS:
+        if self.memory.has_pinned() and not facts.is_valueless:
             pinned = [x for x in tensors_in(args, kwargs) if self.memory.is_pinned(x)]
             if pinned:
                 reads = {self.memory.host_part(x) for x in pinned}
@@ -248,13 +252,17 @@ class Cards:
         return made
 
     def _note_work(
-        self, func: Any, args: tuple, kwargs: dict, stream: Actor, old: set, out: Any
+        self, facts: Facts, args: tuple, kwargs: dict, stream: Actor, ours: list, out: Any
     ) -> None:
-        writes = {self.memory.part(x) for x in written(func, args, kwargs)}
+        old = {self.memory.part(x) for x in ours}
         known = {part[0] for part in old if part is not None}
-        made = {self.memory.part(x) for x in tensors_in(out) if self.memory.key(x) not in known}
-        self.works[name_of(func)] += 1
-        self.order.work(stream, old - {None}, (writes | made) - {None}, _told(func))
+        writes = {self.memory.part(x) for x in tensors_in(out) if self.memory.key(x) not in known}
+        if facts.written:
+            writes.update(self.memory.part(x) for x in written(facts.func, args, kwargs))
+        old.discard(None)
+        writes.discard(None)
+        self.works[facts.name] += 1
+        self.order.work(stream, old, writes, _told(facts.func))
 
     def _wanted(self, kwargs: dict[str, Any]) -> torch.device | None:
         if kwargs.get("device") is None:
@@ -270,7 +278,7 @@ class Cards:
 
     def _one_device(
         self,
-        func: Any,
+        facts: Facts,
         tensors: list[torch.Tensor],
         ours: list[CardTensor],
         wanted: torch.device | None,
@@ -280,23 +288,26 @@ class Cards:
         Raises:
             MixedDevices: its tensors are on two.
         """
-        devices = {x.device for x in ours}
+        if not ours:
+            return wanted
+        device = ours[0].device
         hosts = [x for x in tensors if not isinstance(x, CardTensor)]
-        if len(devices) > 1 or (ours and any(must_match(func, x) for x in hosts)):
+        if any(x.device != device for x in ours[1:]) or any(must_match(facts, x) for x in hosts):
             found = ", ".join(f"{list(x.shape)} on {x.device}" for x in tensors)
             raise MixedDevices(
-                f"Expected all tensors to be on the same device, and {func} got {found}, "
+                f"Expected all tensors to be on the same device, and {facts.func} got {found}, "
                 f"at {Place()}"
             )
-        if ours and func in INDEXING and any(x.dim() for x in hosts):
-            self.wait_for_card("index on the host", ours[0].device)
-        return devices.pop() if devices else wanted
+        if facts.is_index and any(x.dim() for x in hosts):
+            self.wait_for_card("index on the host", device)
+        return device
 
-    def _compute(self, func: Any, args: tuple, kwargs: dict, device: torch.device) -> Any:
+    def _compute(self, facts: Facts, args: tuple, kwargs: dict, device: torch.device) -> Any:
         """Compute the values, random ones with the card's generator."""
-        if name_of(func) in ON_A_CPU:
-            return ON_A_CPU[name_of(func)](func, *args, **kwargs)
-        if not is_random(func) or device.type != KIND or kwargs.get("generator") is not None:
+        func = facts.func
+        if facts.on_a_cpu is not None:
+            return facts.on_a_cpu(func, *args, **kwargs)
+        if not facts.is_random or device.type != KIND or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         generator, own = torch.default_generator, self.generators[device.index]
         with self._random:

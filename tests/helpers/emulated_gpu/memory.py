@@ -37,6 +37,8 @@ class Memory:
 
     def key(self, tensor: torch.Tensor) -> int | None:
         """Return the key of a followed storage: a card's, or one of the host used with a card."""
+        if isinstance(tensor, CardTensor) and tensor.storage_key is not None:
+            return tensor.storage_key
         return self._keys.get(tensor.untyped_storage())
 
     def part(self, tensor: torch.Tensor) -> Part | None:
@@ -55,13 +57,16 @@ class Memory:
             torch.OutOfMemoryError: the card has no room for it.
         """
         storage = values.untyped_storage()
-        if storage not in self._keys:
+        key = self._keys.get(storage)
+        if key is None:
             size = -(-storage.nbytes() // BLOCK) * BLOCK
             self.refuse(size, device.index)
             self.allocated[device.index] += size
             self.peak[device.index] = max(self.peak[device.index], self.allocated[device.index])
-            self._follow(storage, owner=owner, size=size)
-        return CardTensor(values, device)
+            key = self._follow(storage, owner=owner, size=size)
+        made = CardTensor(values, device)
+        made.storage_key = key
+        return made
 
     def refuse(self, size: int, card: int) -> None:
         """Raise torch's error if a card has no room for `size` bytes."""
@@ -108,8 +113,9 @@ class Memory:
 
 def _part(key: int, tensor: torch.Tensor) -> Part:
     values = tensor.values if isinstance(tensor, CardTensor) else tensor
-    size, first = values.element_size(), values.storage_offset() * values.element_size()
-    if values.numel() == 0:
-        return key, first, first
+    size, count = values.element_size(), values.numel()
+    first = values.storage_offset() * size
+    if count == 0 or values.is_contiguous():
+        return key, first, first + count * size
     last = sum((n - 1) * step for n, step in zip(values.shape, values.stride(), strict=True))
     return key, first, first + (last + 1) * size

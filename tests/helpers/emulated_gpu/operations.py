@@ -37,6 +37,8 @@ VALUELESS = frozenset(
     "is_pinned record_stream set_ resize_ view_as_real view_as_complex".split()
 )
 
+MADE_BY_SIZE = ("empty", "empty_strided", "zeros", "ones", "full")
+
 
 def _histc(func: Any, values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return func(values.float(), *args, **kwargs).to(values.dtype)
@@ -60,37 +62,58 @@ ON_A_CPU: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-@functools.cache
+class Facts:
+    """What is the same in every call of an operation; `facts_of` keeps them.
+
+    Attributes:
+        name: `add` of aten::add.Tensor.
+        is_composite: whether it is made of others; only autograd takes it apart, for gradients.
+        is_collective: whether ranks take part in it.
+        is_random: whether it draws from a generator.
+        returns_alias: whether what it returns is an argument, or a view of one.
+        returns_first: whether that is the first argument, into which it writes.
+        written: places and names of the arguments that it writes into.
+    """
+
+    def __init__(self, func: Any) -> None:
+        self.func = func  # so that its identity belongs to nothing else
+        self.name = func._schema.name.partition("::")[2]
+        key = "CompositeImplicitAutograd"
+        self.is_composite = func.namespace == "aten" and (
+            torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+        )
+        self.is_collective = func.namespace in ("c10d", "_c10d_functional")
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self.is_copy = func in COPIES
+        self.is_index = func in INDEXING
+        self.is_valueless = self.name in VALUELESS
+        self.waits = self.name in WAITING
+        self.made_by_size = self.name in MADE_BY_SIZE
+        self.on_a_cpu = ON_A_CPU.get(self.name)
+        self.returns_alias = any(each.alias_info is not None for each in func._schema.returns)
+        arguments = list(enumerate(func._schema.arguments))
+        self.written = [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
+        self.returns_first = (
+            [i for i, _ in self.written] == [0]
+            and len(func._schema.returns) == 1
+            and func._schema.returns[0].alias_info is not None
+        )
+
+
+_FACTS: dict[int, Facts] = {}
+
+
+def facts_of(func: Any) -> Facts:
+    """Return the facts of an operation, by identity: its hash is computed in Python."""
+    found = _FACTS.get(id(func))
+    if found is None:
+        found = _FACTS[id(func)] = Facts(func)
+    return found
+
+
 def name_of(func: Any) -> str:
     """`add` of aten::add.Tensor."""
-    return func._schema.name.partition("::")[2]
-
-
-@functools.cache
-def is_composite(func: Any) -> bool:
-    """Whether it is made of others; only autograd takes it apart, and only for gradients."""
-    key = "CompositeImplicitAutograd"
-    return func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), key
-    )
-
-
-@functools.cache
-def is_collective(func: Any) -> bool:
-    """Whether ranks take part in it."""
-    return func.namespace in ("c10d", "_c10d_functional")
-
-
-@functools.cache
-def is_random(func: Any) -> bool:
-    """Whether it draws from a generator."""
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-@functools.cache
-def returns_alias(func: Any) -> bool:
-    """Whether what it returns is an argument, or a view of one."""
-    return any(each.alias_info is not None for each in func._schema.returns)
+    return facts_of(func).name
 
 
 def replaced(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -117,31 +140,25 @@ def tensors_in(*values: Any) -> list[torch.Tensor]:
     return found
 
 
-@functools.cache
-def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
-    arguments = enumerate(func._schema.arguments)
-    return tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
-
-
 def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors among the arguments that an operation writes into."""
-    for index, name in _written_places(func):
+    for index, name in facts_of(func).written:
         value = args[index] if index < len(args) else kwargs.get(name)
         yield from tensors_in(value)
 
 
-def waits(func: Any, tensors: list[torch.Tensor]) -> bool:
+def waits(facts: Facts, tensors: list[torch.Tensor]) -> bool:
     """Whether the host waits for the card to see a value; a mask's number of hits is one."""
-    masks = (torch.bool, torch.uint8)
-    is_masked = func in INDEXING and any(x.dtype in masks for x in tensors[1:])
-    return is_masked or name_of(func) in WAITING
+    if facts.is_index:
+        return facts.waits or any(x.dtype in (torch.bool, torch.uint8) for x in tensors[1:])
+    return facts.waits
 
 
-def must_match(func: Any, tensor: torch.Tensor) -> bool:
+def must_match(facts: Facts, tensor: torch.Tensor) -> bool:
     """Whether a tensor on the host is refused next to tensors of a card."""
     if tensor.dim() == 0:
-        return name_of(func) in STRICT
-    return not (func in INDEXING and not tensor.is_floating_point())
+        return facts.name in STRICT
+    return not (facts.is_index and not tensor.is_floating_point())
 
 
 class Place:

@@ -118,30 +118,25 @@ class Order:
 
     def _touch(self, part: Part, use: Use, clock: Clock, *, is_write: bool) -> None:
         memory, (_, first, end) = self._memory[part[0]], part
-        does = "writes" if is_write else "reads"
-        before = [(memory.written, "writes"), *([(memory.read, "reads")] if is_write else [])]
-        for uses, did in before:
-            for other, earlier in uses:
-                if first < other[2] and other[1] < end:
-                    self._check(use, earlier, clock, does, did)
-
-        def still(uses: list[tuple[Part, Use]]) -> list[tuple[Part, Use]]:
-            """Return the uses that a later use must still follow, in addition to this one."""
-            return [
-                (other, earlier)
-                for other, earlier in uses
-                if not (first <= other[1] and other[2] <= end)
-                or not (is_write or earlier.actor == use.actor)
-            ]
-
-        memory.read = still(memory.read)
-        if is_write:
-            memory.written = [*still(memory.written), (part, use)]
-        else:
-            memory.read.append((part, use))
+        actor, does = use.actor, "writes" if is_write else "reads"
+        kept: list[list[tuple[Part, Use]]] = []  # what a later use must follow besides this one
+        for uses, did in ((memory.read, "reads"), (memory.written, "writes")):
+            left: list[tuple[Part, Use]] = []
+            kept.append(left)
+            for each in uses:
+                (_, other_first, other_end), earlier = each
+                is_own = earlier.actor == actor
+                if not is_own and (is_write or did == "writes"):
+                    if first < other_end and other_first < end:
+                        self._check(use, earlier, clock, does, did)
+                is_covered = first <= other_first and other_end <= end
+                if not is_covered or not (is_write or (is_own and did == "reads")):
+                    left.append(each)
+        memory.read, memory.written = kept
+        (memory.written if is_write else memory.read).append((part, use))
 
     def _check(self, use: Use, before: Use, clock: Clock, does: str, did: str) -> None:
-        if use.actor != before.actor and clock.get(before.actor, 0) < before.time:
+        if clock.get(before.actor, 0) < before.time:
             self.races[f"{use} {does} what {before} {did}, and waits for nothing"] += 1
 
 

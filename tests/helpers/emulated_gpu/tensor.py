@@ -19,10 +19,12 @@ class CardTensor(torch.Tensor):
     Attributes:
         cards: the emulator that runs its operations; None while none is entered.
         values: the tensor on the host; views of one storage here are views of one there.
+        storage_key: the key of its storage (memory.py), where it is known.
     """
 
     cards: "Cards | None" = None
     values: torch.Tensor
+    storage_key: int | None = None
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -54,7 +56,7 @@ class CardTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         torch.Tensor.data.__set__(self, value)
-        self.values = value.values
+        self.values, self.storage_key = value.values, value.storage_key
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.values.untyped_storage()
