@@ -40,8 +40,7 @@ from stageline.evaluation.predictions import (
 )
 from stageline.evaluation.report import check_same_samples
 from stageline.inference.model_cutter import Wanted
-from stageline.inference.vllm_engine import check_vllm, open_vllm
-from stageline.model_folder import load_config
+from stageline.inference.vllm_engine import VllmEngine, check_vllm
 from stageline.planner.estimate import Load
 
 SECONDS_TO_MEET = 600.0
@@ -91,7 +90,7 @@ def opened(config: Arguments, replicas: EvaluationReplicas) -> Iterator[Opened |
             adapter_weights=run.adapter_weights,
             trust_remote_code=run.trust_remote_code,
         )
-        vllm = open_vllm(
+        vllm = VllmEngine(
             folder,
             dtype=dtype_of(run),
             num_devices=run.num_devices,
@@ -100,9 +99,8 @@ def opened(config: Arguments, replicas: EvaluationReplicas) -> Iterator[Opened |
             images_per_prompt=run.images.max_count,
             trust_remote_code=run.trust_remote_code,
         )
-        model_config = load_config(folder, trust_remote_code=run.trust_remote_code)
         facts = {"tensor_parallel_size": vllm.num_devices, "folder": str(folder)}
-        yield Opened(vllm, vllm.processor, facts, True, model_config)
+        yield Opened(vllm, vllm.processor, facts, True, vllm.config)
     else:  # the builder makes a model over some devices, or an endpoint
         _take_own_devices(run, replicas)
         model, processor, device_map = build_model(config)
