@@ -194,8 +194,9 @@ parse_evaluate_args = _command(
 )
 parse_chat_args = _command(answer.ChatConfig, CHAT_KEYS, answer.device_memory)
 parse_lm_eval_args = _command(answer.LmEvalConfig, {}, answer.check_has_model)
-_SERVE_CHECKS = (answer.check_has_model, serve.check_certificate, serve.named_adapters)
-parse_serve_args = _command(serve.ServeConfig, SERVE_KEYS, *_SERVE_CHECKS)
+parse_serve_args = _command(
+    serve.ServeConfig, SERVE_KEYS, answer.check_has_model, serve.named_adapters
+)
 parse_export_args = _command(export.ExportConfig, {}, export.shard_bytes)
 
 

@@ -12,9 +12,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal, dataclass_transform
+from typing import Any, Literal
 
 import yaml
+
+from register import FrozenClass
 
 _HUB = "hub:"
 # the same patterns as in stageline.hub: hub names, and file names that look like them
@@ -35,12 +37,8 @@ class OptionError(ValueError):
     exit_code = 2
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True)
-class Options:
-    """Base of the classes of options, whose fields are `option(...)`: frozen dataclasses."""
-
-    def __init_subclass__(cls) -> None:
-        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+class Options(FrozenClass):
+    """Base of the classes of options, whose fields are `option(...)`."""
 
 
 def option(

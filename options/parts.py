@@ -176,7 +176,7 @@ def _is_plain(hint: Any) -> bool:
 
 def _described(register: Register, key: str) -> str:
     """Return the first docstring line of a component and its `file:line`."""
-    return f"{register.summary(key)} [{register.home(key).removeprefix(f'{ROOT}/')}]"
+    return f"{register.summary(key)} [{register.entry(key).home.removeprefix(f'{ROOT}/')}]"
 
 
 def list_parts() -> str:
