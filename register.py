@@ -264,7 +264,8 @@ class Register(UserDict[str, Any]):
         if key in self.data and not replace:
             raise RegisterError(
                 f"{self.name}_register[{key!r}] is registered twice: first at "
-                f"{self.data[key].home}, again at {home}. Choose another key, or say replace=True at the second one."
+                f"{self.data[key].home}, again at {home}. Choose another key, or say replace=True "
+                "at the second one."
             )
         self.data[key] = Entry(key, part, home, self.facts(**facts))
 
