@@ -23,8 +23,7 @@ from stageline.data.images.image_files import ImageSettings
 from stageline.data.images.tiling import Tiling, match_config, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.text.chat import stop_ids_with
-from stageline.device import accelerators, visible
-from stageline.distributed.process_group import meet
+from stageline.distributed.process_group import meet, take_own_devices
 from stageline.errors import DataError, RemoteError, UserError
 from stageline.evaluation.predictions import (
     Asking,
@@ -102,7 +101,8 @@ def opened(config: Arguments, replicas: EvaluationReplicas) -> Iterator[Opened |
         facts = {"tensor_parallel_size": vllm.num_devices, "folder": str(folder)}
         yield Opened(vllm, vllm.processor, facts, True, vllm.config)
     else:  # the builder makes a model over some devices, or an endpoint
-        _take_own_devices(run, replicas)
+        where = {"index": replicas.index, "count": replicas.count}
+        take_own_devices(run.device, run.num_devices, **where)
         model, processor, device_map = build_model(config)
         facts = {"device_map": {name: str(place) for name, place in device_map.items()}}
         yield Opened(model, processor, facts, config=getattr(model, "config", None))
@@ -142,24 +142,6 @@ def _builder_arguments(config: Arguments) -> dict[str, Any]:
         **adapter_arguments(run),
         **builder.kwargs,
     }
-
-
-def _take_own_devices(run: Any, replicas: EvaluationReplicas) -> None:
-    """Limit this process to the accelerators of its replica, before it uses any."""
-    found = accelerators(run.device)
-    if replicas.count == 1 or not found:
-        return
-    variable, names = visible(found)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", replicas.count))  # replicas of this machine
-    each = run.num_devices or len(names) // here
-    if each * here > len(names) or each == 0:
-        raise UserError(
-            f"{here} replicas with {max(each, 1)} devices each, and this machine shows "
-            f"{len(names)}. Lower --num-replicas or --num-devices, look at {variable}, or take "
-            "--device cpu."
-        )
-    first = int(os.environ.get("LOCAL_RANK", replicas.index)) * each
-    os.environ[variable] = ",".join(names[first : first + each])
 
 
 def answer_settings(config: Arguments) -> dict[str, Any]:

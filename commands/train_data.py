@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, Subset
 from transformers import PretrainedConfig
@@ -462,7 +461,7 @@ def show_samples(config: TrainArguments, data: Data, schedule: Schedule) -> None
     run = config.run
     if not run.preview or not is_first():
         return
-    first = without_processes(run.dp_degree or 1)
+    first = DistributedContext(num_replicas=run.dp_degree or 1)
 
     def full_length(row: int) -> int:
         encoded = data.encode(*data.train[row])
@@ -476,13 +475,6 @@ def show_samples(config: TrainArguments, data: Data, schedule: Schedule) -> None
         count=run.preview,
         full_length=full_length if may_cut else None,
     )
-
-
-def without_processes(num_replicas: int) -> DistributedContext:
-    """Return what the first process of a run is told, where no others are connected."""
-    none: dict[str, Any] = dict.fromkeys(("rank", "local_rank", "dp_rank", "pp_rank"), 0)
-    one: dict[str, Any] = {"world_size": 1, "num_ranks": 1, "mesh": None}
-    return DistributedContext(**none, **one, num_replicas=num_replicas, device=torch.device("cpu"))
 
 
 def make_loader(
