@@ -178,21 +178,42 @@ class Register(UserDict[str, Any]):
         """Decorate a function or class to register it under one or more keys, unchanged."""
         if not keys or not all(isinstance(key, str) for key in keys):
             raise RegisterError(f"Write @{self.name}_register('my_key'), with the key as a string.")
-        home = _caller_home()
 
         def decorate(part: Any) -> Any:
             for key in keys:
-                self._add(key, part, home=home, replace=replace, facts=facts)
+                self.register(key, part, replace=replace, **facts)
             return part
 
         return decorate
 
     def register(self, key: str, part: Any, *, replace: bool = False, **facts: Any) -> None:
         """Register a part; with `replace=True` also when the key is taken."""
-        self._add(key, part, home=_caller_home(), replace=replace, facts=facts)
+        home = _caller_home()
+        self._refuse_if_frozen(key)
+        is_callable = self.part_type is callable
+        if not (callable(part) if is_callable else isinstance(part, self.part_type)):
+            wanted = getattr(self.part_type, "__name__", self.part_type)
+            raise RegisterError(
+                f"{self.name}_register[{key!r}] got a {type(part).__name__} at {home}. Register "
+                f"a {wanted!r}: {self.holds or 'see register.py'}."
+            )
+        known = sorted(item.name for item in dataclasses.fields(self.facts))
+        for fact in facts.keys() - set(known):
+            raise RegisterError(
+                f"{self.name}_register[{key!r}] has the unknown fact {fact}={facts[fact]!r} at "
+                f"{home}.{did_you_mean(fact, known, str)} Known are: {', '.join(known)} "
+                "(docs/add_a_part.md)."
+            )
+        if key in self.data and not replace:
+            raise RegisterError(
+                f"{self.name}_register[{key!r}] is registered twice: first at "
+                f"{self.data[key].home}, again at {home}. Choose another key, or say replace=True "
+                "at the second one."
+            )
+        self.data[key] = Entry(key, part, home, self.facts(**facts))
 
     def __setitem__(self, key: str, part: Any) -> None:
-        self._add(key, part, home=_caller_home())
+        self.register(key, part)
 
     def __getitem__(self, key: str) -> Any:
         return self.entry(key).part
@@ -236,38 +257,6 @@ class Register(UserDict[str, Any]):
         arguments = re.sub(r"\*\*\w+", "", self.contract).removeprefix("part")
         positional, _, others = arguments.partition("*")
         return len(re.findall(r"\w+", positional)), frozenset(re.findall(r"\w+", others))
-
-    def _add(
-        self,
-        key: str,
-        part: Any,
-        *,
-        home: str,
-        replace: bool = False,
-        facts: Mapping[str, Any] = {},
-    ) -> None:
-        self._refuse_if_frozen(key)
-        is_callable = self.part_type is callable
-        if not (callable(part) if is_callable else isinstance(part, self.part_type)):
-            wanted = getattr(self.part_type, "__name__", self.part_type)
-            raise RegisterError(
-                f"{self.name}_register[{key!r}] got a {type(part).__name__} at {home}. Register "
-                f"a {wanted!r}: {self.holds or 'see register.py'}."
-            )
-        known = sorted(item.name for item in dataclasses.fields(self.facts))
-        for fact in facts.keys() - set(known):
-            raise RegisterError(
-                f"{self.name}_register[{key!r}] has the unknown fact {fact}={facts[fact]!r} at "
-                f"{home}.{did_you_mean(fact, known, str)} Known are: {', '.join(known)} "
-                "(docs/add_a_part.md)."
-            )
-        if key in self.data and not replace:
-            raise RegisterError(
-                f"{self.name}_register[{key!r}] is registered twice: first at "
-                f"{self.data[key].home}, again at {home}. Choose another key, or say replace=True "
-                "at the second one."
-            )
-        self.data[key] = Entry(key, part, home, self.facts(**facts))
 
     def _refuse_if_frozen(self, key: object) -> None:
         if self.is_frozen:

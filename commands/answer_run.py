@@ -45,41 +45,34 @@ from stageline.planner.estimate import Load
 SECONDS_TO_MEET = 600.0
 EXPORTED = "~/.cache/stageline/exported"  # vLLM reads models from here
 ENGINE_FILE = "engine.json"
+ENGINES = ("pipeline", "vllm")  # they answer many samples at once
 # a model component may ask for these, in addition to images and prompts
 HANDED_OVER = ("samples", "batch_size")
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A model in this process, a pipeline of stages, vLLM, or an endpoint.
-
-    engine.json, next to the predictions, names it. Greedy answers of different engines are equal
-    up to rounding.
-    """
-
-    model: Any  # the argument of a model component: a model, an endpoint or an engine
-    processor: Any
-    facts: dict[str, Any]  # for the report: where it runs
-    has_own_batches: bool = False  # it takes many samples at once and batches them itself
-    config: Any = None
-
-
 @contextmanager
-def opened(config: Arguments, replicas: EvaluationReplicas) -> Iterator[Opened | None]:
-    """Open the model that answers; None in a process that only computes, once it is done."""
+def opened(
+    config: Arguments, replicas: EvaluationReplicas
+) -> Iterator[tuple[Any, Any, dict[str, Any]] | None]:
+    """Open what answers: a model here, a pipeline of stages, vLLM, or an endpoint.
+
+    Yields:
+        The argument of a model component, its processor, and where it runs: engine.json, next to
+        the predictions, has that, since answers of different engines are equal up to rounding. None
+        in a process that only computes, once it is done.
+    """
     run = config.run
     if run.engine == "pipeline":
-        with open_decoding(run) as decoding:
-            if decoding is None:
+        with open_decoding(run) as engine:
+            if engine is None:
                 yield None
                 return
-            engine = decoding.engine
             facts: dict[str, Any] = {
                 "num_stages": engine.chain.num_stages,
                 "max_running": engine.limits.max_rows,
                 "num_groups": engine.limits.num_groups or "auto",
             }
-            yield Opened(engine, decoding.processor, facts, True, decoding.config)
+            yield engine, engine.processor, facts
     elif run.engine == "vllm":  # reads a plain folder; answers and scores like an engine
         check_vllm()  # before an export
         folder = plain_folder(
@@ -99,13 +92,13 @@ def opened(config: Arguments, replicas: EvaluationReplicas) -> Iterator[Opened |
             trust_remote_code=run.trust_remote_code,
         )
         facts = {"tensor_parallel_size": vllm.num_devices, "folder": str(folder)}
-        yield Opened(vllm, vllm.processor, facts, True, vllm.config)
+        yield vllm, vllm.processor, facts
     else:  # the builder makes a model over some devices, or an endpoint
         where = {"index": replicas.index, "count": replicas.count}
         take_own_devices(run.device, run.num_devices, **where)
         model, processor, device_map = build_model(config)
         facts = {"device_map": {name: str(place) for name, place in device_map.items()}}
-        yield Opened(model, processor, facts, config=getattr(model, "config", None))
+        yield model, processor, facts
 
 
 def build_model(config: Arguments) -> tuple[Any, Any, dict[str, Any]]:
@@ -207,7 +200,6 @@ def answer_samples(
         )
 
     # the samples
-    images = ImageSettings(**run.images.limits())
     with leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
         dataset = open_dataset()
     rows = range(min(len(dataset), run.limit or len(dataset)))
@@ -247,14 +239,16 @@ def answer_samples(
             own = PredictionFile(shard_path(path, replicas.index), settings_key=key)
         with opened(config, replicas) as found:
             if found is not None:
+                model, processor, facts = found
                 if replicas.is_main:
-                    facts = {"engine": run.engine, "dtype": run.precision, **found.facts}
+                    facts = {"engine": run.engine, "dtype": run.precision, **facts}
                     facts["num_replicas"] = replicas.count
                     text = json.dumps(facts, indent=2) + "\n"
                     (folder / ENGINE_FILE).write_text(text, encoding="utf-8")
                     if "device_map" in facts:
                         print(f"devices: {sorted(set(facts['device_map'].values()))}")
-                outcome = ask(config, dataset, share, own, found, images, replicas)
+                to = {"model": model, "processor": processor, "is_shown": replicas.is_main}
+                outcome = ask(config, dataset, share, own, **to)
     if missing and several:
         replicas.tell("answered")
         if replicas.is_main:
@@ -269,7 +263,7 @@ def answer_samples(
         return None
     if outcome.failed:
         sample_id, why = next(iter(outcome.failed.items()))
-        kind = DataError if run.engine in ("pipeline", "vllm") else RemoteError
+        kind = DataError if run.engine in ENGINES else RemoteError
         raise kind(
             f"{len(outcome.failed)} of {len(rows)} samples got no answer, such as {sample_id}: "
             f"{why.rstrip('.')}. Start again with the same options: {file.path} has the other "
@@ -289,44 +283,43 @@ def ask(
     dataset: Any,
     rows: Any,
     file: PredictionFile,
-    found: Opened,
-    images: ImageSettings,
-    replicas: EvaluationReplicas,
+    *,
+    model: Any,
+    processor: Any,
+    is_shown: bool,
 ) -> Outcome:
-    """Ask the model component for the given rows."""
+    """Ask the model component for the given rows; engines batch many samples by themselves."""
     run, parts = config.run, config.parts
-    processor, part = found.processor, parts["model"].part
-    prepare(config, processor, found.model, found.config, images)
+    part, is_engine = parts["model"].part, run.engine in ENGINES
+    prepare(config, processor, model)
     texts = {**texts_of(parts), "prompt_fn": fill_function(config)}
     options = {**handed_to("model", run), **parts["model"].kwargs}
 
     def num_tokens(rendered: Any, images: Any) -> int:
         return len(encode_sample(rendered, images, processor=processor, name=rendered.name))
 
-    is_measured = processor is not None and not found.has_own_batches
     asking = Asking(
         run.batch_size,
-        length_of=num_tokens if is_measured else None,
-        has_own_batches=found.has_own_batches,
+        length_of=None if processor is None or is_engine else num_tokens,
+        has_own_batches=is_engine,
         for_generation=parts["model"].facts.for_generation,
         hands_over=frozenset(name for name in HANDED_OVER if takes(part, name) != "no"),
-        is_shown=replicas.is_main,
+        is_shown=is_shown,
     )
-    answer = functools.partial(part, found.model, processor, **options)
+    answer = functools.partial(part, model, processor, **options)
     return predict(
         dataset, rows, answer=answer, texts=texts, processor=processor, file=file, asking=asking
     )
 
 
-def prepare(
-    config: Arguments, processor: Any, model: Any, model_config: Any, images: ImageSettings
-) -> None:
+def prepare(config: Arguments, processor: Any, model: Any) -> None:
     """Prepare a processor for texts and images of the options, and a model to match it."""
-    tiling = Tiling(**config.run.images.tiling())
+    images = config.run.images
+    tiling = Tiling(**images.tiling())
     prepare_texts(config.parts["prompt_fn"], processor, model)
-    prepare_images(processor, images, tiling)
-    if tiling != Tiling() and model_config is not None:
-        match_config(model_config, processor)
+    prepare_images(processor, ImageSettings(**images.limits()), tiling)
+    if tiling != Tiling():
+        match_config(getattr(model, "config", None), processor)
 
 
 def prepare_texts(prompt_fn: Any, processor: Any, model: Any) -> None:

@@ -55,7 +55,6 @@ def main() -> int:
     # the process that starts the others needs none of these
     from commands.answer_run import prepare
     from commands.decode_run import open_decoding
-    from stageline.data.images.image_files import ImageSettings
     from stageline.serving.app import make_app, serve_until
     from stageline.serving.prompts import PromptMaker
     from stageline.serving.service import Service
@@ -63,10 +62,9 @@ def main() -> int:
     quiet_transformers()
     stop_requested()  # on each rank: rank 0 makes all of them end in order
     adapters = named_adapters(run)
-    with open_decoding(run, beside=tuple(adapters.values())) as decoding:
-        if decoding is None:
+    with open_decoding(run, beside=tuple(adapters.values())) as engine:
+        if engine is None:
             return 0
-        engine, processor = decoding.engine, decoding.processor
         settings = make_settings(run, api_keys, name=engine.model_name, adapters=tuple(adapters))
         if not api_keys and not is_local(run.host):
             print(
@@ -74,10 +72,9 @@ def main() -> int:
                 "--api-key-env or --http.api_key_file.",
                 file=sys.stderr,
             )
-        images = ImageSettings(**run.images.limits())
-        prepare(config, processor, engine, decoding.config, images)
+        prepare(config, engine.processor, engine)
         prompts = PromptMaker(
-            processor,
+            engine.processor,
             render=config.parts["prompt_fn"].bound,
             image_token=config.parts["image_token"].bound,
             max_length=engine.max_length,

@@ -109,10 +109,7 @@ def device_memory(run: Any) -> tuple[int, ...] | None:
     """Return the bytes of each device; None = measure the devices."""
     if not run.device_memory:
         return None
-    try:
-        sizes = tuple(num_bytes(text, unit="gib") for text in run.device_memory)
-    except ValueError as error:
-        raise OptionError(f"--device-memory cannot be read: {error}.") from error
+    sizes = tuple(num_bytes(text, "--device-memory", unit="gib") for text in run.device_memory)
     count = run.num_devices or len(sizes)
     if len(sizes) not in (1, count):
         raise OptionError(

@@ -233,12 +233,12 @@ def spelled(name: str) -> str:
     return "--" + head.replace("_", "-") + dot + tail
 
 
-def num_bytes(text: str, *, unit: str = "") -> int:
-    """Parse a number of bytes, such as 24GiB or 80GB; `unit` is the unit of a bare number."""
+def num_bytes(text: str, option: str, *, unit: str = "") -> int:
+    """Return the bytes of an option such as 24GiB or 80GB; `unit` is the unit of a bare number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     size = int(float(match[1]) * _UNITS.get(match[2] or unit, 0)) if match else 0
     if size < 1:
-        raise ValueError(f"{text!r} is not a size. Give one such as 24GiB, 80GB or 4.5")
+        raise OptionError(f"{option}: {text!r} is not a size. Give one such as 24GiB or 80GB.")
     return size
 
 

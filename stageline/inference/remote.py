@@ -161,9 +161,3 @@ def image_url(image: Image.Image, *, name: str, max_side: int | None = None) -> 
         picture.save(buffer, format="PNG")
         kind, content = "image/png", buffer.getvalue()
     return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
-
-
-def tools_of(prompt: Rendered) -> dict[str, Any]:
-    """The field `tools` of a request, if the prompt has any."""
-    tools = prompt.tools if isinstance(prompt, Conversation) else ()
-    return {"tools": list(tools)} if tools else {}
