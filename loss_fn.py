@@ -50,7 +50,7 @@ from stageline.modules.losses import (
     token_losses,
 )
 from stageline.tasks import rewards
-from stageline.tasks.answer_text import contains_words, normalize
+from stageline.tasks.answer_text import contains_words, normalize, parse_choice
 
 Figures = dict[str, torch.Tensor]
 Texts = Sequence[str]
@@ -789,7 +789,11 @@ def number(
 @reward_register("choice", takes_lots=True)
 def choice(prompts: Texts, completions: Texts, samples: Samples) -> Rewards:
     """1 where the text names the right one of the sample's `choices`, by letter or text."""
-    return [float(rewards.is_choice(*one)) for one in zip(completions, samples, strict=True)]
+    found: Rewards = []
+    for text, sample in zip(completions, samples, strict=True):
+        right, choices = rewards.right_choice(sample), list(map(str, sample["choices"]))
+        found.append(float(parse_choice(rewards.said(text), choices) == right))
+    return found
 
 
 @reward_register("format", takes_lots=True)

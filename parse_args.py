@@ -44,7 +44,7 @@ from options.fields import (
     value_of,
 )
 from options.parts import ChosenPart, add_part_options, chosen_part, help_text, list_parts, takes
-from register import ALL_REGISTERS, import_parts
+from register import ALL_REGISTERS, did_you_mean, import_parts
 
 # registry -> default key; None: the user must choose
 TRAIN_KEYS: dict[str, str | None] = {
@@ -212,7 +212,12 @@ def parse_infer_args(argv: Sequence[str] | None = None) -> Arguments[answer.Infe
     )
     answer.device_memory(arguments.run)
     answer.check_engine(arguments.run)
-    answer.check_prompts(arguments.run, has_dataset="dataset" in arguments.parts)
+    sources = arguments.run.prompts, arguments.run.text, "dataset" in arguments.parts
+    if (count := len([*filter(None, sources)])) != 1:
+        raise OptionError(
+            f"{count} of --prompts, --text and --dataset were given. Give one: --prompts FILE, "
+            "--text '...' or --dataset KEY."
+        )
     return arguments
 
 
@@ -225,7 +230,11 @@ def parse_corpus_args(argv: Sequence[str] | None = None) -> CorpusArguments:
         print(corpus.overview())
         raise SystemExit(0 if words else OptionError.exit_code)
     if name not in corpus.ACTIONS and words != ["--list"]:
-        raise OptionError(corpus.no_action(name or words[0]))
+        word, known = name or words[0], corpus.ACTIONS
+        raise OptionError(
+            f"{word!r} is not an action of corpus.py.{did_you_mean(word, known, str)} Begin with "
+            f"one of {', '.join(known)}; `corpus.py --help` has a line on each."
+        )
     action = name or "verify"  # --list is the same for all actions
     keys = corpus.KEYS.get(action, {})
     given = read_arguments(words, corpus.ACTIONS[action], keys=keys, action=action)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from commands.decode_run import open_decoding
-from commands.stages import dtype_of, texts_of
+from commands.stages import dtype_of, prepare, texts_of
 from options.answer import device_memory
 from options.fields import handed_to, option_fields, spelled
 from options.model import adapter_arguments
@@ -19,10 +19,7 @@ from options.parts import takes
 from parse_args import Arguments, save_config
 from stageline.checkpoint.plain_folder import folder_facts, plain_folder
 from stageline.data.batches.batch import encode_sample
-from stageline.data.images.image_files import ImageSettings
-from stageline.data.images.tiling import Tiling, match_config, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
-from stageline.data.text.chat import stop_ids_with
 from stageline.distributed.process_group import meet, take_own_devices
 from stageline.errors import DataError, RemoteError, UserError
 from stageline.evaluation.predictions import (
@@ -310,25 +307,6 @@ def ask(
     return predict(
         dataset, rows, answer=answer, texts=texts, processor=processor, file=file, asking=asking
     )
-
-
-def prepare(config: Arguments, processor: Any, model: Any) -> None:
-    """Prepare a processor for texts and images of the options, and a model to match it."""
-    images = config.run.images
-    tiling = Tiling(**images.tiling())
-    prepare_texts(config.parts["prompt_fn"], processor, model)
-    prepare_images(processor, ImageSettings(**images.limits()), tiling)
-    if tiling != Tiling():
-        match_config(getattr(model, "config", None), processor)
-
-
-def prepare_texts(prompt_fn: Any, processor: Any, model: Any) -> None:
-    """Prepare a processor for its prompt_fn; an engine stops where the template ends turns."""
-    if processor is None or prompt_fn.facts.prepare is None:
-        return
-    prompt_fn.facts.prepare(processor, **prompt_fn.kwargs)
-    if hasattr(model, "stop_ids"):
-        model.stop_ids = tuple(stop_ids_with(list(model.stop_ids), processor))
 
 
 def fill_function(config: Arguments) -> Callable:

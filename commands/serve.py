@@ -45,7 +45,7 @@ def main() -> int:
         )
     api_keys = read_api_keys(run.api_key_env, run.http.api_key_file)
     check_certificate(run.http.ssl_certfile, run.http.ssl_keyfile)
-    from commands.stages import place_stages
+    from commands.stages import place_stages, prepare
     from stageline.distributed.launch import launch_if_needed
     from stageline.distributed.watchdog import WatchdogRules
 
@@ -53,7 +53,6 @@ def main() -> int:
     run, num_processes = place_stages(run)
     launch_if_needed(num_processes, rules=rules)
     # the process that starts the others needs none of these
-    from commands.answer_run import prepare
     from commands.decode_run import open_decoding
     from stageline.serving.app import make_app, serve_until
     from stageline.serving.prompts import PromptMaker

@@ -39,11 +39,6 @@ class RunPlan(TrainArguments):
 
     topology: Topology  # stages, ranks and replicas
 
-    @property
-    def exchange_timeout(self) -> float:
-        """Timeout of an exchange in seconds, longer than the watchdog's, whose report says more."""
-        return max(600.0, self.run.hang_timeout + 180.0)
-
 
 def main() -> int:
     config = start(parse_train_args, *SHELF, recorded=recorded_options)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset
 from transformers import PretrainedConfig
 
 from commands import is_first, say
-from commands.stages import texts_of
+from commands.stages import prepare, texts_of
 from commands.train import RunPlan
 from options.fields import given_options, handed_to, spelled
 from options.parts import ChosenPart, takes
@@ -39,8 +39,6 @@ from stageline.data.batches.sampler import (
     whole_groups,
 )
 from stageline.data.batches.step_maker import make_dataset
-from stageline.data.images.image_files import ImageSettings
-from stageline.data.images.tiling import Tiling, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.text.processor import get_pad_token_id, get_tokenizer, load_processor
 from stageline.data.text.tokenizers import (
@@ -120,11 +118,7 @@ class Data:
             )
         self.processor = load_processor(path, trust_remote_code=run.trust_remote_code)
         self.new_tokens = add_tokens(config, self.processor, path)
-        prompt_fn = parts["prompt_fn"]
-        if prompt_fn.facts.prepare is not None:
-            prompt_fn.facts.prepare(self.processor, **prompt_fn.kwargs)
-        images = ImageSettings(**run.images.limits())
-        prepare_images(self.processor, images, Tiling(**run.images.tiling()))
+        prepare(config, self.processor)
         self.pad_token_id = get_pad_token_id(self.processor)
         mixture = mixture_of(run, parts["dataset"])
         part = functools.partial(parts["dataset"].bound, **mixture)

@@ -89,7 +89,7 @@ def run_pipeline(
     with distributed_context(
         num_ranks=schedule.num_ranks,
         device=config.run.device,
-        timeout=config.exchange_timeout,
+        timeout=max(600.0, config.run.hang_timeout + 180.0),  # the watchdog's report says more
         pairs=schedule.pairs,
     ) as context:
         parts = TrainingParts(config, data, make_runner, places_layers=True)

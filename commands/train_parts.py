@@ -48,7 +48,6 @@ from stageline.data.batches.prompts import encode_question, prompt_of
 from stageline.data.batches.sampler import group_size_of
 from stageline.data.batches.step_maker import PromptMaker, read_row
 from stageline.data.images.images import ImageExpander
-from stageline.data.images.tiling import Tiling
 from stageline.data.rows.readers import data_fingerprint
 from stageline.data.text.processor import get_tokenizer, num_token_ids
 from stageline.distributed.process_group import DistributedContext, wait_for_weights
@@ -121,7 +120,7 @@ def stage_builder(config: TrainArguments, *, images: Any = None) -> StageBuilder
         partition=run.partition if isinstance(run.partition, list) else None,
         trust_remote_code=run.trust_remote_code,
         options=options,
-        images=images if Tiling(**run.images.tiling()) != Tiling() else None,
+        images=images if {*run.images.tiling().values()} != {None} else None,
     )
 
 

@@ -170,16 +170,6 @@ class InferConfig(PlacementOptions, EngineOptions, AnswerOptions, ImageOptions, 
     max_new_tokens: int = _longest_answer(256, to="model")
 
 
-def check_prompts(run: InferConfig, *, has_dataset: bool) -> None:
-    """Refuse a run that asks nothing, or from two places."""
-    given = [value for value in (run.prompts, run.text, has_dataset) if value]
-    if len(given) != 1:
-        raise OptionError(
-            f"{len(given)} of --prompts, --text and --dataset were given. Give one: --prompts "
-            "FILE, --text '...' or --dataset KEY."
-        )
-
-
 class ChatSettings(Options):
     """Answers: /set changes them"""
 
