@@ -7,7 +7,6 @@ and not called again; it never ends a run. TensorBoard events are always written
 """
 
 import hashlib
-import importlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from register import tracker_register
-from stageline.errors import UserError
+from stageline.errors import package
 
 
 @dataclass(frozen=True)
@@ -128,11 +127,5 @@ def mlflow(
 
 
 def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"--tracker {name} needs the package {name}, which cannot be imported ({error}). It "
-            f"talks to the service: pip install {name}, or leave --tracker out; the log and "
-            "TensorBoard events are in the run folder all the same."
-        ) from error
+    other = "leave --tracker out: the log and TensorBoard events are in the run folder all the same"
+    return package(name, f"--tracker {name}", instead=other)

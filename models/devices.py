@@ -1,6 +1,5 @@
 """Find the model of the builder component `auto`, its device_map, and the plan of `--plan`."""
 
-import importlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from stageline.checkpoint.adapter import config_folder, find_base, processor_folder, refuse_two_ways
 from stageline.device import VISIBLE, accelerators
-from stageline.errors import UserError
+from stageline.errors import UserError, package
 from stageline.inference.model_cutter import ModelCutter, Wanted, check_fit, format_table
 from stageline.model_folder import find_folder, load_config
 from stageline.pipeline.topology import no_tower
@@ -186,14 +185,8 @@ def quantization_settings(kind: str) -> dict[str, Any]:
 
 def quantization_config(kind: str, dtype: torch.dtype | None) -> Any:
     """Return the argument for `from_pretrained`; `dtype` is the type that layers multiply in."""
-    try:
-        importlib.import_module("bitsandbytes")
-    except ImportError as error:
-        raise UserError(
-            f"`builder.quantization` {kind} needs bitsandbytes, which cannot be imported "
-            f"({error}). Install it (bash scripts/setup.sh quantization, or pip install "
-            "bitsandbytes), or leave the option out."
-        ) from error
+    user, other = f"`builder.quantization` {kind}", "leave the option out"
+    package("bitsandbytes", user, extra="quantization", instead=other)
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(

@@ -16,7 +16,7 @@ from stageline.data.text.encode import encode_rendered
 from stageline.data.text.processor import get_image_processor, get_tokenizer, load_processor
 from stageline.data.text.rendered import Rendered
 from stageline.device import accelerators
-from stageline.errors import UserError
+from stageline.errors import UserError, package
 from stageline.hub import title_of
 from stageline.inference.decoding.request import (
     Failed,
@@ -207,11 +207,5 @@ def _logprob(token_id: int, there: Mapping[int, Any], num_top: int) -> TokenLogp
 
 def check_vllm() -> Any:
     """The package, or a UserError that says how to install it."""
-    try:
-        import vllm
-    except ImportError as error:
-        raise UserError(
-            "The package vllm is not installed. Run pip install 'stageline[vllm]' on a machine "
-            "with a GPU, or use another engine such as pipeline."
-        ) from error
-    return vllm
+    other = "use another engine such as pipeline; vLLM needs a GPU"
+    return package("vllm", "`engine` vllm", pip="'stageline[vllm]'", instead=other)
