@@ -22,6 +22,7 @@ from register import engine_register, train_model_register
 from stageline.distributed.watchdog import WatchdogRules
 from stageline.errors import UserError
 from stageline.pipeline.topology import Topology, resolve_topology
+from stageline.run_records import read_object
 from stageline.terminal import terminal
 
 if TYPE_CHECKING:
@@ -97,11 +98,10 @@ def make_plan(config: TrainArguments) -> RunPlan:
 
 def check_layers(run: RunConfig, num_stages: int) -> None:
     """Refuse more stages than decoder layers in config.json, before a batch is changed for them."""
-    try:
-        config = json.loads(Path(run.config_folder, "config.json").read_text(encoding="utf-8"))
-        num_layers = config.get("text_config", config)["num_hidden_layers"]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return  # a name on a hub, or a component's own config: refused when it is split
+    # of a name on a hub, or a component's own config: refused when it is split
+    config = read_object(Path(run.config_folder, "config.json"), json.loads)
+    text = config.get("text_config", config)
+    num_layers = text.get("num_hidden_layers") if isinstance(text, dict) else None
     if run.config_folder and isinstance(num_layers, int) and num_stages > num_layers:
         given, most = num_stages + run.vision_stages, num_layers + run.vision_stages
         raise UserError(
@@ -128,11 +128,7 @@ def recorded_options(run: RunConfig) -> dict[str, Any]:
     if not run.resume:
         return {}
     folder = Path(run.output_dir) if run.resume == "auto" else Path(run.resume).parent.parent
-    try:
-        told = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}  # the resume checks come later
-    return told if isinstance(told, dict) else {}
+    return read_object(folder / "config.yaml", yaml.safe_load)  # the resume checks come later
 
 
 @train_model_register("auto")
