@@ -35,7 +35,6 @@ from options.fields import (
     OptionError,
     absolute,
     check_limits,
-    check_needed,
     check_together,
     expanded,
     option_fields,
@@ -336,7 +335,6 @@ def read_arguments(
     parts = {name: chosen_part(name, key, values.get(name) or {}) for name, key in chosen.items()}
     check_limits(run)
     check_together(run)
-    check_needed(run)
     return Arguments(run, parts, imports)
 
 

@@ -22,23 +22,19 @@ def plan(
     model_path: str,
     *,
     placement: Wanted,
-    dtype: torch.dtype,
     device: str,
     num_devices: int | None,
     adapter_path: str | list[str] | None = None,
     adapter_weights: list[float] | None = None,
-    trust_remote_code: bool = False,
-    attn_implementation: str | None = None,
-    quantization: str | None = None,
-    **given: Any,
+    **options: Any,
 ) -> str:
     """Return a table of what `auto` would place on each device; loads nothing, needs no device.
 
     Raises:
         UserError: the model does not fit, or nothing is known of the devices.
     """
-    ratio = given["visual_gpu_ratio"]
-    source = find_source(model_path, adapter_path, ratio, trust_remote_code=trust_remote_code)
+    ratio, trusts = options["visual_gpu_ratio"], options.get("trust_remote_code", False)
+    source = find_source(model_path, adapter_path, ratio, trust_remote_code=trusts)
     found = [] if placement.memory else accelerators(device)
     if placement.memory is None and not found:
         raise UserError(
@@ -49,16 +45,12 @@ def plan(
         source.config,
         memory=placement.memory or free_memory(found[:num_devices]),
         placement=placement,
-        dtype=dtype,
-        quantization=quantization,
-        **given,
-        trust_remote_code=trust_remote_code,
-        **({"attn_implementation": attn_implementation} if attn_implementation else {}),
+        **options,
     )
     found, load = cutter.devices(), str(cutter.load)
     check_fit(found, asked=load)
-    kinds = f"{str(dtype).removeprefix('torch.')}{f', {quantization}' if quantization else ''}"
-    return f"GiB for {load}, {kinds}:\n{format_table(found)}"
+    kinds = str(options["dtype"]).removeprefix("torch."), options.get("quantization")
+    return f"GiB for {load}, {', '.join(filter(None, kinds))}:\n{format_table(found)}"
 
 
 @dataclass(frozen=True)

@@ -196,19 +196,6 @@ def check_together(config: Any) -> None:
                 raise OptionError(f"{shown} and {other} exclude each other. Drop one of them.")
 
 
-def check_needed(run: Any) -> None:
-    """Refuse options without a value."""
-    missing = [
-        spelled(name)
-        for name, item in option_fields(run).items()
-        if item.metadata["is_needed"] and getattr(run, name) in (None, [])
-    ]
-    if missing:
-        are, them = ("are", "them") if missing[1:] else ("is", "it")
-        told = f"{' and '.join(missing)} {are} missing."
-        raise OptionError(f"{told} Give {them} on the command line or in --config.")
-
-
 def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]]]:
     """Return the fields of an options class by title: sections in order, the common ones first."""
     kinds = filter(dataclasses.is_dataclass, config_class.__mro__)
@@ -289,8 +276,14 @@ def absolute(item: dataclasses.Field, value: Any) -> Any:
 
 
 def check_limits(config: Any) -> None:
-    """Check each number against the limits of its field, and that each given path exists."""
-    for name, item in option_fields(config).items():
+    """Refuse needed options without a value, numbers beyond a limit, and paths of nothing."""
+    fields = option_fields(config)
+    needed = [name for name, item in fields.items() if item.metadata["is_needed"]]
+    if missing := [spelled(name) for name in needed if value_of(config, name) in (None, [])]:
+        are, them = ("are", "them") if missing[1:] else ("is", "it")
+        told = f"{' and '.join(missing)} {are} missing."
+        raise OptionError(f"{told} Give {them} on the command line or in --config.")
+    for name, item in fields.items():
         facts, value = item.metadata, value_of(config, name)
         for one in as_list(value) if facts["is_path"] else ():
             path = split_name(item, one)[1]
