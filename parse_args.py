@@ -79,7 +79,7 @@ SPECIAL = ("import", "config", "list", "help")  # answered before the options ar
 # option -> the one that follows from it. If typed, either wins; a saved config has both, and there
 # the first wins.
 FOLLOWING = {"num_train_epochs": "total_steps", "warmup_ratio": "warmup_steps"}
-TEST_SPLIT = {"dataset": {"split": "test"}}  # an option although the run supplies it
+TEST_SPLIT = {"dataset.split": "test"}  # an option although the run supplies it
 Keys: TypeAlias = Mapping[str, str | None]
 Run = TypeVar("Run", covariant=True)
 
@@ -262,7 +262,7 @@ def read_arguments(
     config_class: type,
     *,
     keys: Keys | Callable[[Mapping[str, Given]], Keys],
-    listed: Mapping[str, Mapping[str, Any]] = {},
+    listed: Mapping[str, Any] = {},
     repeated: Sequence[str] = (),
     action: str = "",
 ) -> Arguments[Any]:
@@ -271,7 +271,7 @@ def read_arguments(
     Args:
         keys: the registers that this program chooses from, with their default keys; or a function
             of the options that were given.
-        listed: register -> arguments that are options here although the run supplies them.
+        listed: options of components that the run supplies elsewhere, with their defaults.
         repeated: options that may be given several times, a text each time.
     """
     # words and files: name -> what was given
@@ -423,20 +423,15 @@ def _owned_keys(options: Mapping[str, Given], chosen: Mapping[str, str]) -> dict
 
 
 def _build_parser(
-    items: Iterable[Field],
-    chosen: Mapping[str, str],
-    *,
-    listed: Mapping[str, Mapping[str, Any]],
+    items: Iterable[Field], chosen: Mapping[str, str], *, listed: Mapping[str, Any]
 ) -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False, add_help=False)
     for item in items:
         parser.add_argument(spelled(item.name), type=item.type, default=item.default)
     for name, key in chosen.items():
-        add_part_options(parser, ALL_REGISTERS[name], key, listed=frozenset(listed.get(name, ())))
+        add_part_options(parser, ALL_REGISTERS[name], key, listed=listed)
     known = {action.dest for action in parser._actions}
-    for name, extra in listed.items():
-        defaults = {f"{name}.{option}": value for option, value in extra.items()}
-        parser.set_defaults({one: value for one, value in defaults.items() if one in known})
+    parser.set_defaults({name: value for name, value in listed.items() if name in known})
     return parser
 
 

@@ -386,12 +386,6 @@ ALL_REGISTERS: dict[str, Register] = {
 }
 
 
-def freeze_registers() -> None:
-    """Freeze every registry. An entry file calls it after all components are imported."""
-    for register in ALL_REGISTERS.values():
-        register.is_frozen = True
-
-
 def import_shelf(*names: str) -> None:
     """Import modules of `SHELF`, by default all, which must be the ones next to this file."""
     for name in names or SHELF:

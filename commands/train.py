@@ -98,7 +98,7 @@ def make_plan(config: TrainArguments) -> RunPlan:
 
 def check_layers(run: RunConfig, num_stages: int) -> None:
     """Refuse more stages than decoder layers in config.json, before a batch is changed for them."""
-    # of a name on a hub, or a component's own config: refused when it is split
+    # a name on a hub, or a component's own config, has none: it is refused when it is split
     config = read_object(Path(run.config_folder, "config.json"), json.loads)
     text = config.get("text_config", config)
     num_layers = text.get("num_hidden_layers") if isinstance(text, dict) else None
