@@ -16,7 +16,7 @@ from commands import start
 from commands.stages import family_key, with_family_key
 from options.fields import replaced
 from options.model import check_vision
-from options.train import RunConfig, check_memory, check_streaming
+from options.train import RunConfig, check_streaming
 from parse_args import TrainArguments, parse_train_args
 from register import engine_register, train_model_register
 from stageline.distributed.watchdog import WatchdogRules
@@ -74,7 +74,11 @@ def make_plan(config: TrainArguments) -> RunPlan:
             micro_batch_size=run.micro_batch_size,
             accumulate_steps=run.accumulate_steps,
         )
-        check_memory(run, splits_backward=topology.schedule.splits_backward)
+        if run.compile_layers and topology.schedule.splits_backward:
+            raise UserError(
+                f"--compile-layers does not go with --schedule {run.schedule}, which computes "
+                "gradients of weights late. Use --schedule 1f1b or drop --compile-layers."
+            )
         if run.dp_shard and topology.dp_degree == 1:
             raise UserError(
                 "--dp-shard needs at least two replicas. Add --dp-degree 2 or drop --dp-shard."

@@ -18,7 +18,7 @@ from commands.stages import prepare, texts_of
 from commands.train import RunPlan
 from options.fields import given_options, handed_to, spelled
 from options.parts import ChosenPart, takes
-from options.train import RunConfig, check_groups, check_warmup
+from options.train import RunConfig, check_warmup
 from parse_args import TrainArguments
 from stageline.checkpoint.adapter import base_of, num_rows_on_disk, rows_of_adapter
 from stageline.checkpoint.files import find_checkpoint, weights_fingerprint
@@ -281,9 +281,13 @@ def check_data(config: TrainArguments) -> Data:
     # groups stay whole in batches
     for one in filter(None, (data.train, data.test)):
         size = group_size_of(one)
-        if loss.facts.samples_answers:
-            check_groups(run, size)
-        else:
+        num_prompts = run.batch_size * run.accumulate_steps // run.rollouts.group_size
+        if loss.facts.samples_answers and num_prompts % size:
+            raise UserError(
+                f"{num_prompts} prompts a step do not fit the dataset's groups of {size} rows. "
+                f"Make --batch-size a multiple of {size * run.rollouts.group_size}."
+            )
+        if not loss.facts.samples_answers:
             check_batch_sizes(
                 batch_size=run.batch_size,
                 micro_batch_size=run.micro_batch_size,
