@@ -44,7 +44,15 @@ class RunPlan(TrainArguments):
 def main() -> int:
     config = start(parse_train_args, *SHELF, recorded=recorded_options)
     config = make_plan(with_family_key(config))
-    start_ranks(config)
+    run = config.run
+    if not (run.plan or run.check_only):  # else one process reads the data and tries the parts
+        from stageline.distributed.failure_record import tell_run_folder
+        from stageline.distributed.launch import launch_if_needed
+
+        tell_run_folder(run.output_dir)
+        terminal.begin_quietly()
+        rules = WatchdogRules(run.hang_timeout, run.stop_deadline)
+        launch_if_needed(config.topology.num_processes, rules=rules)
     from commands.train_engines import run_training  # not in the process that starts the others
 
     return run_training(config)
@@ -112,19 +120,6 @@ def check_layers(run: RunConfig, num_stages: int) -> None:
             f"--num-stages {given} is more than the {num_layers} decoder layers of "
             f"{run.config_folder}. Set --num-stages to {most} or less."
         )
-
-
-def start_ranks(config: RunPlan) -> None:
-    """Start the processes of the run, if it needs several; return in each of them."""
-    from stageline.distributed.failure_record import tell_run_folder
-    from stageline.distributed.launch import launch_if_needed
-
-    if config.run.plan or config.run.check_only:
-        return  # one process reads the data and tries the parts
-    tell_run_folder(config.run.output_dir)
-    terminal.begin_quietly()
-    rules = WatchdogRules(config.run.hang_timeout, config.run.stop_deadline)
-    launch_if_needed(config.topology.num_processes, rules=rules)
 
 
 def recorded_options(run: RunConfig) -> dict[str, Any]:

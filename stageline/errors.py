@@ -120,11 +120,11 @@ def package(module: str, user: str, *, instead: str, pip: str = "", extra: str =
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        name = pip or module
-        how = f"bash scripts/setup.sh {extra}, or pip install {name}" * bool(extra)
+        how = f"pip install {pip or module}"
+        how = f"bash scripts/setup.sh {extra}, or {how}" if extra else how
         raise UserError(
-            f"{user} needs the package {module}, which cannot be imported ({error}). Run "
-            f"{how or f'pip install {name}'}, or {instead}."
+            f"{user} needs the package {module}, which cannot be imported ({error}). Run {how}, "
+            f"or {instead}."
         ) from error
 
 

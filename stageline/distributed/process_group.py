@@ -125,7 +125,13 @@ def distributed_context(
     chosen = choose_device(device, local_rank=local_rank, local_world_size=local_world_size)
     _init_group(rank, world_size, chosen, timeout=timeout)
     limit = timedelta(seconds=timeout)
-    mesh = _make_mesh(world_size, num_ranks, chosen, timeout=limit)
+    # groups that wait no longer than the run does: those of a mesh itself wait for half an hour
+    ranks = torch.arange(world_size).view(-1, num_ranks)
+    groups = [
+        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=limit)[0]
+        for rows in (ranks.T, ranks)
+    ]
+    mesh = DeviceMesh.from_group(groups, chosen.type, mesh=ranks, mesh_dim_names=("dp", "pp"))
     context = DistributedContext(
         rank=rank,
         local_rank=local_rank,
@@ -158,21 +164,6 @@ def distributed_context(
     dist.all_reduce(code, op=dist.ReduceOp.MAX)
     settle(int(code))
     dist.destroy_process_group()
-
-
-def _make_mesh(
-    world_size: int, num_ranks: int, device: torch.device, *, timeout: timedelta
-) -> DeviceMesh:
-    """Replicas x ranks of a pipeline; its groups wait no longer than the run does.
-
-    Those that a mesh makes by itself wait for half an hour.
-    """
-    ranks = torch.arange(world_size).view(-1, num_ranks)
-    groups = [
-        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]
-        for rows in (ranks.T, ranks)
-    ]
-    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("dp", "pp"))
 
 
 def open_channels(
