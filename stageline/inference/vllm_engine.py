@@ -208,4 +208,4 @@ def _logprob(token_id: int, there: Mapping[int, Any], num_top: int) -> TokenLogp
 def check_vllm() -> Any:
     """The package, or a UserError that says how to install it."""
     other = "use another engine such as pipeline; vLLM needs a GPU"
-    return package("vllm", "`engine` vllm", pip="'stageline[vllm]'", instead=other)
+    return package("vllm", "the engine vllm", pip="'stageline[vllm]'", instead=other)
