@@ -58,7 +58,7 @@ def read_object(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Remove a last line that a crash cut off; the resumed run repeats its step."""
+    """Remove a last line that a killed process cut off; the next one repeats it."""
     if path.exists():
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)
