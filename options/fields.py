@@ -225,7 +225,9 @@ def num_bytes(text: str, option: str, *, unit: str = "") -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     size = int(float(match[1]) * _UNITS.get(match[2] or unit, 0)) if match else 0
     if size < 1:
-        raise OptionError(f"{option}: {text!r} is not a size. Give one such as 24GiB or 80GB.")
+        raise OptionError(
+            f"{option} cannot be read: {text!r} is not a size. Give one such as 24GiB or 80GB."
+        )
     return size
 
 
