@@ -25,12 +25,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
-from register import (
-    environment_register,
-    loss_fn_register,
-    reward_register,
-    sim_fn_register,
-)
+from register import environment_register, loss_fn_register, reward_register, sim_fn_register
 from stageline.device import sent
 from stageline.errors import DataError, UserError
 from stageline.modules import policy_loss
@@ -55,7 +50,7 @@ from stageline.modules.losses import (
     token_losses,
 )
 from stageline.tasks import rewards
-from stageline.tasks.answer_text import contains_words, normalize
+from stageline.tasks.answer_text import contains_words, normalize, parse_choice
 
 Figures = dict[str, torch.Tensor]
 Texts = Sequence[str]
@@ -244,13 +239,6 @@ def group_losses(
     return losses_G, is_nearest_G
 
 
-def warm_up(step: int, *, start_step: int, warmup_steps: int) -> float:
-    """Return 0 up to `start_step`, then a linear ramp to 1 `warmup_steps` later."""
-    if step < start_step:
-        return 0.0
-    return 1.0 if warmup_steps == 0 else min(1.0, (step - start_step) / warmup_steps)
-
-
 @loss_fn_register(
     "contrastive",
     counts={
@@ -297,7 +285,9 @@ def contrastive(
     losses_BT = token_losses(logits_BTV, micro_batch)
     token = losses_BT.sum() / num_targets
     marked = (losses_BT * next_marks(micro_batch)).sum() / num_marked.clamp(min=1)
-    weight = contrastive_weight * warm_up(step, start_step=start_step, warmup_steps=warmup_steps)
+    weight = contrastive_weight if step >= start_step else 0.0
+    if warmup_steps:
+        weight *= max(0.0, min(1.0, (step - start_step) / warmup_steps))
     with torch.set_grad_enabled(torch.is_grad_enabled() and weight > 0):
         losses_G, is_nearest_G = group_losses(
             logits_BTV, micro_batch, sim_fn=sim_fn, temperature=temperature
@@ -562,33 +552,15 @@ def kto(
     return losses_B.sum() / answers, figures
 
 
-def _has_labels(micro_batch: MicroBatch) -> torch.Tensor:
+def has_reward(micro_batch: MicroBatch) -> torch.Tensor:
+    """Return whether each pair is in the loss, [P]: pairs that fill a batch up have no labels."""
     has_B = (micro_batch["labels"] != IGNORE).any(dim=1)
-    return (has_B[0::2] & has_B[1::2]).float()
+    return has_B[0::2] & has_B[1::2]
 
 
-def count_reward_pairs(micro_batch: MicroBatch) -> int:
-    """Return the number of pairs of a micro-batch in the loss."""
-    return int(_has_labels(micro_batch).sum())
-
-
-def pair_rewards(
-    scores_BT1: torch.Tensor, micro_batch: MicroBatch
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return float32 rewards [P] of chosen and rejected answers, and 1.0 for each pair in the loss.
-
-    A row has one label, where its reward is read. Pairs that only fill a batch up, or were dropped,
-    have no labels; their rewards are 0.
-    """
-    scores_BT1 = at_least_float32(scores_BT1)
-    counts_P = _has_labels(micro_batch).to(scores_BT1)
-    is_read_BT = (micro_batch["labels"] != IGNORE).to(scores_BT1.device)
-    rewards_B = scores_BT1[..., 0].masked_fill(~is_read_BT, 0.0).sum(dim=1)
-    chosen_P, rejected_P = rewards_B[0::2] * counts_P, rewards_B[1::2] * counts_P
-    return chosen_P, rejected_P, counts_P
-
-
-@loss_fn_register("rm", counts={"num_pairs": count_reward_pairs}, predicts_tokens=False)
+@loss_fn_register(
+    "rm", counts={"num_pairs": lambda batch: int(has_reward(batch).sum())}, predicts_tokens=False
+)
 def rm(
     scores_BT1: torch.Tensor,
     micro_batch: MicroBatch,
@@ -616,7 +588,12 @@ def rm(
             f"--loss-fn.center_coefficient is {center_coefficient:g}. Give 0 or more, which draws "
             "rewards to 0."
         )
-    chosen_P, rejected_P, counts_P = pair_rewards(scores_BT1, micro_batch)
+    # a row has one label, where its reward is read
+    scores_BT = at_least_float32(scores_BT1)[..., 0]
+    is_read_BT = (micro_batch["labels"] != IGNORE).to(scores_BT.device)
+    counts_P = has_reward(micro_batch).to(scores_BT)
+    rewards_B = scores_BT.masked_fill(~is_read_BT, 0.0).sum(dim=1)
+    chosen_P, rejected_P = rewards_B[0::2] * counts_P, rewards_B[1::2] * counts_P
     margins_P = micro_batch.get("loss_margins", torch.zeros(())).to(chosen_P)
     apart_P = chosen_P - rejected_P
     loss = -(functional.logsigmoid(apart_P - margins_P) * counts_P).sum() / num_pairs
@@ -812,7 +789,11 @@ def number(
 @reward_register("choice", takes_lots=True)
 def choice(prompts: Texts, completions: Texts, samples: Samples) -> Rewards:
     """1 where the text names the right one of the sample's `choices`, by letter or text."""
-    return [float(rewards.is_choice(*one)) for one in zip(completions, samples, strict=True)]
+    found: Rewards = []
+    for text, sample in zip(completions, samples, strict=True):
+        right, choices = rewards.right_choice(sample), list(map(str, sample["choices"]))
+        found.append(float(parse_choice(rewards.said(text), choices) == right))
+    return found
 
 
 @reward_register("format", takes_lots=True)

@@ -105,14 +105,9 @@ def text_bleu(predictions: Predictions, samples: Samples) -> dict[str, Any]:
 @metric_register("text")
 def text_overlap(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """ROUGE-L as the score, with exact match, ROUGE-1, ROUGE-2 and corpus BLEU."""
-    exact = exact_match(predictions, samples)
-    texts = [str(prediction["prediction"]) for prediction in predictions]
-    corpus_bleu = bleu(texts, [references(sample) for sample in samples])
-    return {
-        **text_rouge(predictions, samples),
-        "exact_match": exact["score"],
-        "corpus_bleu": corpus_bleu,
-    }
+    exact = exact_match(predictions, samples)["score"]
+    overlap = text_bleu(predictions, samples)["corpus_bleu"]
+    return {**text_rouge(predictions, samples), "exact_match": exact, "corpus_bleu": overlap}
 
 
 def _mean(scores: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ import torch
 
 from register import lr_scheduler_register, optimizer_register
 from stageline.device import FUSED, accelerators
-from stageline.errors import UserError
+from stageline.errors import UserError, package
 
 
 @optimizer_register("adamw")
@@ -83,14 +83,8 @@ def adamw_8bit(
         eps: added to the root of the second moment.
         paged: moments may move to host memory where the GPU's is full.
     """
-    try:
-        import bitsandbytes  # slow to import, and an optional package
-    except ImportError as error:
-        raise UserError(
-            f"--optimizer adamw_8bit needs the package bitsandbytes, which cannot be imported "
-            f"({error}). Run bash scripts/setup.sh quantization (or pip install bitsandbytes), or "
-            "use --optimizer adamw or adafactor."
-        ) from error
+    user, other = "--optimizer adamw_8bit", "use --optimizer adamw or adafactor"
+    bitsandbytes = package("bitsandbytes", user, extra="quantization", instead=other)
     return bitsandbytes.optim.AdamW8bit(
         param_groups,
         lr=learning_rate,

@@ -35,7 +35,6 @@ from options.fields import (
     OptionError,
     absolute,
     check_limits,
-    check_needed,
     check_together,
     expanded,
     option_fields,
@@ -44,7 +43,7 @@ from options.fields import (
     value_of,
 )
 from options.parts import ChosenPart, add_part_options, chosen_part, help_text, list_parts, takes
-from register import ALL_REGISTERS, import_parts
+from register import ALL_REGISTERS, did_you_mean, import_parts
 
 # registry -> default key; None: the user must choose
 TRAIN_KEYS: dict[str, str | None] = {
@@ -80,7 +79,7 @@ SPECIAL = ("import", "config", "list", "help")  # answered before the options ar
 # option -> the one that follows from it. If typed, either wins; a saved config has both, and there
 # the first wins.
 FOLLOWING = {"num_train_epochs": "total_steps", "warmup_ratio": "warmup_steps"}
-TEST_SPLIT = {"dataset": {"split": "test"}}  # an option although the run supplies it
+TEST_SPLIT = {"dataset.split": "test"}  # an option although the run supplies it
 Keys: TypeAlias = Mapping[str, str | None]
 Run = TypeVar("Run", covariant=True)
 
@@ -194,8 +193,9 @@ parse_evaluate_args = _command(
 )
 parse_chat_args = _command(answer.ChatConfig, CHAT_KEYS, answer.device_memory)
 parse_lm_eval_args = _command(answer.LmEvalConfig, {}, answer.check_has_model)
-_SERVE_CHECKS = (answer.check_has_model, serve.check_certificate, serve.named_adapters)
-parse_serve_args = _command(serve.ServeConfig, SERVE_KEYS, *_SERVE_CHECKS)
+parse_serve_args = _command(
+    serve.ServeConfig, SERVE_KEYS, answer.check_has_model, serve.named_adapters
+)
 parse_export_args = _command(export.ExportConfig, {}, export.shard_bytes)
 
 
@@ -211,7 +211,12 @@ def parse_infer_args(argv: Sequence[str] | None = None) -> Arguments[answer.Infe
     )
     answer.device_memory(arguments.run)
     answer.check_engine(arguments.run)
-    answer.check_prompts(arguments.run, has_dataset="dataset" in arguments.parts)
+    sources = arguments.run.prompts, arguments.run.text, "dataset" in arguments.parts
+    if (count := len([*filter(None, sources)])) != 1:
+        raise OptionError(
+            f"{count} of --prompts, --text and --dataset were given. Give one: --prompts FILE, "
+            "--text '...' or --dataset KEY."
+        )
     return arguments
 
 
@@ -224,7 +229,11 @@ def parse_corpus_args(argv: Sequence[str] | None = None) -> CorpusArguments:
         print(corpus.overview())
         raise SystemExit(0 if words else OptionError.exit_code)
     if name not in corpus.ACTIONS and words != ["--list"]:
-        raise OptionError(corpus.no_action(name or words[0]))
+        word, known = name or words[0], corpus.ACTIONS
+        raise OptionError(
+            f"{word!r} is not an action of corpus.py.{did_you_mean(word, known, str)} Begin with "
+            f"one of {', '.join(known)}; `corpus.py --help` has a line on each."
+        )
     action = name or "verify"  # --list is the same for all actions
     keys = corpus.KEYS.get(action, {})
     given = read_arguments(words, corpus.ACTIONS[action], keys=keys, action=action)
@@ -253,7 +262,7 @@ def read_arguments(
     config_class: type,
     *,
     keys: Keys | Callable[[Mapping[str, Given]], Keys],
-    listed: Mapping[str, Mapping[str, Any]] = {},
+    listed: Mapping[str, Any] = {},
     repeated: Sequence[str] = (),
     action: str = "",
 ) -> Arguments[Any]:
@@ -262,7 +271,7 @@ def read_arguments(
     Args:
         keys: the registers that this program chooses from, with their default keys; or a function
             of the options that were given.
-        listed: register -> arguments that are options here although the run supplies them.
+        listed: options of components that the run supplies elsewhere, with their defaults.
         repeated: options that may be given several times, a text each time.
     """
     # words and files: name -> what was given
@@ -326,7 +335,6 @@ def read_arguments(
     parts = {name: chosen_part(name, key, values.get(name) or {}) for name, key in chosen.items()}
     check_limits(run)
     check_together(run)
-    check_needed(run)
     return Arguments(run, parts, imports)
 
 
@@ -415,20 +423,15 @@ def _owned_keys(options: Mapping[str, Given], chosen: Mapping[str, str]) -> dict
 
 
 def _build_parser(
-    items: Iterable[Field],
-    chosen: Mapping[str, str],
-    *,
-    listed: Mapping[str, Mapping[str, Any]],
+    items: Iterable[Field], chosen: Mapping[str, str], *, listed: Mapping[str, Any]
 ) -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False, add_help=False)
     for item in items:
         parser.add_argument(spelled(item.name), type=item.type, default=item.default)
     for name, key in chosen.items():
-        add_part_options(parser, ALL_REGISTERS[name], key, listed=frozenset(listed.get(name, ())))
+        add_part_options(parser, ALL_REGISTERS[name], key, listed=listed)
     known = {action.dest for action in parser._actions}
-    for name, extra in listed.items():
-        defaults = {f"{name}.{option}": value for option, value in extra.items()}
-        parser.set_defaults({one: value for one, value in defaults.items() if one in known})
+    parser.set_defaults({name: value for name, value in listed.items() if name in known})
     return parser
 
 

@@ -25,7 +25,8 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -59,12 +60,14 @@ class UnknownKeyError(RegisterError, KeyError):
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
-class _FrozenClass:
+class FrozenClass:
+    """Base of classes that are frozen dataclasses with keyword arguments."""
+
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
 
 
-class Facts(_FrozenClass):
+class Facts(FrozenClass):
     """Facts of a component that a run needs in addition to its signature."""
 
     without_effect: tuple[str, ...] = ()  # options that change no result, only speed or place
@@ -149,7 +152,7 @@ class Entry:
 
 
 @dataclass(eq=False, repr=False)
-class Register(MutableMapping[str, Any]):
+class Register(UserDict[str, Any]):
     """Maps keys to parts. Refuses a key that is taken, and knows where each part was registered.
 
     `data` holds an `Entry` for each key; `register[key]` is the part itself.
@@ -166,7 +169,7 @@ class Register(MutableMapping[str, Any]):
     facts: type[Facts] = Facts  # the class of what a run has to know of a part
     takes_several: bool = False  # the option takes a,b, and options are those of one of them
     data: dict[str, Entry] = field(default_factory=dict)
-    is_frozen: bool = False
+    is_frozen: bool = False  # later additions, replacements and removals are refused
 
     def __post_init__(self) -> None:
         self.option = self.option or "--" + self.name.replace("_", "-")
@@ -175,37 +178,49 @@ class Register(MutableMapping[str, Any]):
         """Decorate a function or class to register it under one or more keys, unchanged."""
         if not keys or not all(isinstance(key, str) for key in keys):
             raise RegisterError(f"Write @{self.name}_register('my_key'), with the key as a string.")
-        home = _caller_home()
 
         def decorate(part: Any) -> Any:
             for key in keys:
-                self._add(key, part, home=home, replace=replace, facts=facts)
+                self.register(key, part, replace=replace, **facts)
             return part
 
         return decorate
 
     def register(self, key: str, part: Any, *, replace: bool = False, **facts: Any) -> None:
         """Register a part; with `replace=True` also when the key is taken."""
-        self._add(key, part, home=_caller_home(), replace=replace, facts=facts)
+        home = _caller_home()
+        self._refuse_if_frozen(key)
+        is_callable = self.part_type is callable
+        if not (callable(part) if is_callable else isinstance(part, self.part_type)):
+            wanted = getattr(self.part_type, "__name__", self.part_type)
+            raise RegisterError(
+                f"{self.name}_register[{key!r}] got a {type(part).__name__} at {home}. Register "
+                f"a {wanted!r}: {self.holds or 'see register.py'}."
+            )
+        known = sorted(item.name for item in dataclasses.fields(self.facts))
+        for fact in facts.keys() - set(known):
+            raise RegisterError(
+                f"{self.name}_register[{key!r}] has the unknown fact {fact}={facts[fact]!r} at "
+                f"{home}.{did_you_mean(fact, known, str)} Known are: {', '.join(known)} "
+                "(docs/add_a_part.md)."
+            )
+        if key in self.data and not replace:
+            raise RegisterError(
+                f"{self.name}_register[{key!r}] is registered twice: first at "
+                f"{self.data[key].home}, again at {home}. Choose another key, or say replace=True "
+                "at the second one."
+            )
+        self.data[key] = Entry(key, part, home, self.facts(**facts))
 
     def __setitem__(self, key: str, part: Any) -> None:
-        self._add(key, part, home=_caller_home())
+        self.register(key, part)
 
     def __getitem__(self, key: str) -> Any:
         return self.entry(key).part
 
-    def __contains__(self, key: object) -> bool:
-        return key in self.data
-
     def __delitem__(self, key: str) -> None:
         self._refuse_if_frozen(key)
         del self.data[self.entry(key).key]  # an unknown key gets the error with suggestions
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.data)
-
-    def __len__(self) -> int:
-        return len(self.data)
 
     def entry(self, key: str, *, option: str | None = None) -> Entry:
         """Return what is known of `key`.
@@ -226,10 +241,6 @@ class Register(MutableMapping[str, Any]):
             "a file of yours, and --import FILE.py."
         )
 
-    def home(self, key: str) -> str:
-        """Return the place where the component was registered, as `file:line`."""
-        return self.entry(key).home
-
     def summary(self, key: str) -> str:
         """Return the first line of a component's docstring, or a string on one line."""
         part = self[key]
@@ -240,47 +251,12 @@ class Register(MutableMapping[str, Any]):
         lines = (inspect.getdoc(part) or "").strip().splitlines()
         return lines[0] if lines else "(no docstring)"
 
-    def freeze(self) -> None:
-        """Refuse every later addition, replacement and removal."""
-        self.is_frozen = True
-
     @property
     def handed(self) -> tuple[int, frozenset[str]]:
         """The number of positional arguments in the contract, and the names of its others."""
         arguments = re.sub(r"\*\*\w+", "", self.contract).removeprefix("part")
         positional, _, others = arguments.partition("*")
         return len(re.findall(r"\w+", positional)), frozenset(re.findall(r"\w+", others))
-
-    def _add(
-        self,
-        key: str,
-        part: Any,
-        *,
-        home: str,
-        replace: bool = False,
-        facts: Mapping[str, Any] = {},
-    ) -> None:
-        self._refuse_if_frozen(key)
-        is_callable = self.part_type is callable
-        if not (callable(part) if is_callable else isinstance(part, self.part_type)):
-            wanted = getattr(self.part_type, "__name__", self.part_type)
-            raise RegisterError(
-                f"{self.name}_register[{key!r}] got a {type(part).__name__} at {home}. Register "
-                f"a {wanted!r}: {self.holds or 'see register.py'}."
-            )
-        known = sorted(item.name for item in dataclasses.fields(self.facts))
-        for fact in facts.keys() - set(known):
-            raise RegisterError(
-                f"{self.name}_register[{key!r}] has the unknown fact {fact}={facts[fact]!r} at "
-                f"{home}.{did_you_mean(fact, known, str)} Known are: {', '.join(known)} "
-                "(docs/add_a_part.md)."
-            )
-        if key in self.data and not replace:
-            raise RegisterError(
-                f"{self.name}_register[{key!r}] is registered twice: first at {self.home(key)}, "
-                f"again at {home}. Choose another key, or say replace=True at the second one."
-            )
-        self.data[key] = Entry(key, part, home, self.facts(**facts))
 
     def _refuse_if_frozen(self, key: object) -> None:
         if self.is_frozen:
@@ -408,12 +384,6 @@ splitter_register = Register(
 ALL_REGISTERS: dict[str, Register] = {
     one.name: one for one in list(vars().values()) if isinstance(one, Register)
 }
-
-
-def freeze_registers() -> None:
-    """Freeze every registry. An entry file calls it after all components are imported."""
-    for register in ALL_REGISTERS.values():
-        register.freeze()
 
 
 def import_shelf(*names: str) -> None:

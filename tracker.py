@@ -7,18 +7,19 @@ and not called again; it never ends a run. TensorBoard events are always written
 """
 
 import hashlib
-import importlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from register import tracker_register
-from stageline.errors import UserError
+from stageline.errors import package
 
 
-class _Service:
-    """Base of the trackers; a subclass opens its service and sets `send` and `end`."""
+@dataclass(frozen=True)
+class Service:
+    """An opened tracker: the functions of its package that send figures and end the run."""
 
     send: Callable[..., Any]
     end: Callable[[], Any]
@@ -38,7 +39,15 @@ def none(*, folder: Path, config: Mapping[str, Any], start_step: int) -> None:
 
 
 @tracker_register("wandb")
-class WandB(_Service):
+def wandb(
+    *,
+    folder: Path,
+    config: Mapping[str, Any],
+    start_step: int,
+    project: str = "stageline",
+    name: str | None = None,
+    mode: str = "online",
+) -> Service:
     """Weights & Biases; `wandb login` first, or --tracker.mode offline.
 
     Args:
@@ -46,33 +55,30 @@ class WandB(_Service):
         name: name of the run; default: its folder's.
         mode: online, or offline = keep everything in the run folder for `wandb sync`.
     """
-
-    def __init__(
-        self,
-        *,
-        folder: Path,
-        config: Mapping[str, Any],
-        start_step: int,
-        project: str = "stageline",
-        name: str | None = None,
-        mode: str = "online",
-    ) -> None:
-        # one id for each folder, so that a resumed run continues the same curves
-        run_id = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
-        run = _package("wandb").init(
-            project=project,
-            name=name or folder.name,
-            id=run_id,
-            resume="allow",
-            config=dict(config),
-            dir=str(folder),
-            mode=mode,
-        )
-        self.send, self.end = run.log, run.finish
+    # one id for each folder, so that a resumed run continues the same curves
+    run_id = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
+    run = _package("wandb").init(
+        project=project,
+        name=name or folder.name,
+        id=run_id,
+        resume="allow",
+        config=dict(config),
+        dir=str(folder),
+        mode=mode,
+    )
+    return Service(run.log, run.finish)
 
 
 @tracker_register("swanlab")
-class SwanLab(_Service):
+def swanlab(
+    *,
+    folder: Path,
+    config: Mapping[str, Any],
+    start_step: int,
+    project: str = "stageline",
+    name: str | None = None,
+    mode: str = "cloud",
+) -> Service:
     """SwanLab; `swanlab login` first, or --tracker.mode local.
 
     Args:
@@ -80,30 +86,27 @@ class SwanLab(_Service):
         name: name of the run; default: its folder's.
         mode: cloud, local or offline (files in the run folder, for `swanlab sync`).
     """
-
-    def __init__(
-        self,
-        *,
-        folder: Path,
-        config: Mapping[str, Any],
-        start_step: int,
-        project: str = "stageline",
-        name: str | None = None,
-        mode: str = "cloud",
-    ) -> None:
-        service = _package("swanlab")
-        service.init(
-            project=project,
-            experiment_name=name or folder.name,
-            config=dict(config),
-            logdir=str(folder / "swanlab"),
-            mode=mode,
-        )
-        self.send, self.end = service.log, service.finish
+    service = _package("swanlab")
+    service.init(
+        project=project,
+        experiment_name=name or folder.name,
+        config=dict(config),
+        logdir=str(folder / "swanlab"),
+        mode=mode,
+    )
+    return Service(service.log, service.finish)
 
 
 @tracker_register("mlflow")
-class MLflow(_Service):
+def mlflow(
+    *,
+    folder: Path,
+    config: Mapping[str, Any],
+    start_step: int,
+    experiment: str = "stageline",
+    name: str | None = None,
+    uri: str | None = None,
+) -> Service:
     """MLflow, at MLFLOW_TRACKING_URI or in the run folder.
 
     Args:
@@ -111,35 +114,18 @@ class MLflow(_Service):
         name: name of the run; default: its folder's.
         uri: of the tracking server; default: MLFLOW_TRACKING_URI, else mlflow.db in the run folder.
     """
-
-    def __init__(
-        self,
-        *,
-        folder: Path,
-        config: Mapping[str, Any],
-        start_step: int,
-        experiment: str = "stageline",
-        name: str | None = None,
-        uri: str | None = None,
-    ) -> None:
-        service = _package("mlflow")
-        if uri or "MLFLOW_TRACKING_URI" not in os.environ:
-            service.set_tracking_uri(uri or f"sqlite:///{folder.absolute() / 'mlflow.db'}")
-        service.set_experiment(experiment)
-        service.start_run(run_name=name or folder.name)
-        # its values have at most 6,000 characters, one call at most 100 of them
-        told = [(key, str(value)[:500]) for key, value in config.items() if value is not None]
-        for start in range(0, len(told), 100):
-            service.log_params(dict(told[start : start + 100]))
-        self.send, self.end = service.log_metrics, service.end_run
+    service = _package("mlflow")
+    if uri or "MLFLOW_TRACKING_URI" not in os.environ:
+        service.set_tracking_uri(uri or f"sqlite:///{folder.absolute() / 'mlflow.db'}")
+    service.set_experiment(experiment)
+    service.start_run(run_name=name or folder.name)
+    # its values have at most 6,000 characters, one call at most 100 of them
+    told = [(key, str(value)[:500]) for key, value in config.items() if value is not None]
+    for start in range(0, len(told), 100):
+        service.log_params(dict(told[start : start + 100]))
+    return Service(service.log_metrics, service.end_run)
 
 
 def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"--tracker {name} needs the package {name}, which cannot be imported ({error}). It "
-            f"talks to the service: pip install {name}, or leave --tracker out; the log and "
-            "TensorBoard events are in the run folder all the same."
-        ) from error
+    other = "leave --tracker out: the log and TensorBoard events are in the run folder all the same"
+    return package(name, f"--tracker {name}", instead=other)

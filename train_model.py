@@ -20,10 +20,11 @@ FAMILIES = {
     "vision_language": (
         *("internvl", "llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
         *("qwen3_5", "aya_vision", "gemma4", "glm4v", "idefics2", "llava_onevision", "mistral3"),
-        *("paligemma", "smolvlm", "idefics3"),
+        *("paligemma", "smolvlm", "idefics3", "gemma3_vl", "mllama"),
     ),
 }
 MODEL_TYPES = {"gemma3": ("gemma3_text",), "idefics3": ("idefics3", "smolvlm")}
+MODEL_TYPES["gemma3_vl"] = ("gemma3",)
 OWN_STAGES = {"gemma3": "gemma3_vl", "mllama": "mllama"}  # model type -> key
 
 
@@ -43,7 +44,8 @@ def class_of_key(key: str) -> type:
         "gemma3_vl": Gemma3VisionStage,
         "mllama": CrossAttentionStage,
     }
-    return classes[next((part for part, keys in FAMILIES.items() if key in keys), key)]
+    generic = next((part for part, keys in FAMILIES.items() if key in keys), key)
+    return classes[key if key in classes else generic]
 
 
 def stage_class_of(model_type: str) -> type:
@@ -115,30 +117,6 @@ def vision_language(*, attn_implementation: str | None = None, **kwargs: Any) ->
         config = load_config(path, trust_remote_code=bool(kwargs.get("trust_remote_code")))
         stage_class = stage_class_of(config.model_type)
     return stage_class.build(attn_implementation=attn_implementation, **kwargs)
-
-
-@train_model_register("gemma3_vl", model_types=("gemma3",))
-def gemma3_vl(*, attn_implementation: str | None = None, **kwargs: Any) -> Built:
-    """Gemma 3 with pictures, whose tokens see each other; refuses any other architecture.
-
-    Args:
-        attn_implementation: attention of transformers: eager, sdpa or another name.
-    """
-    return class_of_key("gemma3_vl").build(
-        attn_implementation=attn_implementation, model_types=("gemma3",), **kwargs
-    )
-
-
-@train_model_register("mllama", model_types=("mllama",))
-def mllama(*, attn_implementation: str | None = None, **kwargs: Any) -> Built:
-    """Llama 3.2 Vision, which reads pictures by cross-attention; refuses any other architecture.
-
-    Args:
-        attn_implementation: attention of transformers: eager, sdpa or another name.
-    """
-    return class_of_key("mllama").build(
-        attn_implementation=attn_implementation, model_types=("mllama",), **kwargs
-    )
 
 
 for generic, keys in FAMILIES.items():

@@ -31,12 +31,13 @@ def start(
         shelf: modules of shipped components; `--list` shows all of them.
         recorded: options -> config of an earlier start; see `with_folders`.
     """
-    from register import freeze_registers, import_shelf
+    from register import ALL_REGISTERS, import_shelf
 
     if shelf or "--list" in sys.argv:
         import_shelf(*(() if "--list" in sys.argv else shelf))
     arguments: Any = parse()
-    freeze_registers()
+    for register in ALL_REGISTERS.values():  # all components are imported
+        register.is_frozen = True
     config = with_folders(arguments.run, recorded=recorded(arguments.run))
     return dataclasses.replace(arguments, run=config)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from commands.decode_run import open_decoding
-from commands.stages import dtype_of, texts_of
+from commands.stages import dtype_of, prepare, texts_of
 from options.answer import device_memory
 from options.fields import handed_to, option_fields, spelled
 from options.model import adapter_arguments
@@ -19,12 +19,8 @@ from options.parts import takes
 from parse_args import Arguments, save_config
 from stageline.checkpoint.plain_folder import folder_facts, plain_folder
 from stageline.data.batches.batch import encode_sample
-from stageline.data.images.image_files import ImageSettings
-from stageline.data.images.tiling import Tiling, match_config, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
-from stageline.data.text.chat import stop_ids_with
-from stageline.device import accelerators, visible
-from stageline.distributed.process_group import meet
+from stageline.distributed.process_group import meet, take_own_devices
 from stageline.errors import DataError, RemoteError, UserError
 from stageline.evaluation.predictions import (
     Asking,
@@ -40,48 +36,40 @@ from stageline.evaluation.predictions import (
 )
 from stageline.evaluation.report import check_same_samples
 from stageline.inference.model_cutter import Wanted
-from stageline.inference.vllm_engine import check_vllm, open_vllm
-from stageline.model_folder import load_config
+from stageline.inference.vllm_engine import VllmEngine, check_vllm
 from stageline.planner.estimate import Load
 
 SECONDS_TO_MEET = 600.0
 EXPORTED = "~/.cache/stageline/exported"  # vLLM reads models from here
 ENGINE_FILE = "engine.json"
+ENGINES = ("pipeline", "vllm")  # they answer many samples at once
 # a model component may ask for these, in addition to images and prompts
 HANDED_OVER = ("samples", "batch_size")
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A model in this process, a pipeline of stages, vLLM, or an endpoint.
-
-    engine.json, next to the predictions, names it. Greedy answers of different engines are equal
-    up to rounding.
-    """
-
-    model: Any  # the argument of a model component: a model, an endpoint or an engine
-    processor: Any
-    facts: dict[str, Any]  # for the report: where it runs
-    has_own_batches: bool = False  # it takes many samples at once and batches them itself
-    config: Any = None
-
-
 @contextmanager
-def opened(config: Arguments, replicas: EvaluationReplicas) -> Iterator[Opened | None]:
-    """Open the model that answers; None in a process that only computes, once it is done."""
+def opened(
+    config: Arguments, replicas: EvaluationReplicas
+) -> Iterator[tuple[Any, Any, dict[str, Any]] | None]:
+    """Open what answers: a model here, a pipeline of stages, vLLM, or an endpoint.
+
+    Yields:
+        The argument of a model component, its processor, and where it runs: engine.json, next to
+        the predictions, has that, since answers of different engines are equal up to rounding. None
+        in a process that only computes, once it is done.
+    """
     run = config.run
     if run.engine == "pipeline":
-        with open_decoding(run) as decoding:
-            if decoding is None:
+        with open_decoding(run) as engine:
+            if engine is None:
                 yield None
                 return
-            engine = decoding.engine
             facts: dict[str, Any] = {
                 "num_stages": engine.chain.num_stages,
                 "max_running": engine.limits.max_rows,
                 "num_groups": engine.limits.num_groups or "auto",
             }
-            yield Opened(engine, decoding.processor, facts, True, decoding.config)
+            yield engine, engine.processor, facts
     elif run.engine == "vllm":  # reads a plain folder; answers and scores like an engine
         check_vllm()  # before an export
         folder = plain_folder(
@@ -91,7 +79,7 @@ def opened(config: Arguments, replicas: EvaluationReplicas) -> Iterator[Opened |
             adapter_weights=run.adapter_weights,
             trust_remote_code=run.trust_remote_code,
         )
-        vllm = open_vllm(
+        vllm = VllmEngine(
             folder,
             dtype=dtype_of(run),
             num_devices=run.num_devices,
@@ -100,14 +88,14 @@ def opened(config: Arguments, replicas: EvaluationReplicas) -> Iterator[Opened |
             images_per_prompt=run.images.max_count,
             trust_remote_code=run.trust_remote_code,
         )
-        model_config = load_config(folder, trust_remote_code=run.trust_remote_code)
         facts = {"tensor_parallel_size": vllm.num_devices, "folder": str(folder)}
-        yield Opened(vllm, vllm.processor, facts, True, model_config)
+        yield vllm, vllm.processor, facts
     else:  # the builder makes a model over some devices, or an endpoint
-        _take_own_devices(run, replicas)
+        where = {"index": replicas.index, "count": replicas.count}
+        take_own_devices(run.device, run.num_devices, **where)
         model, processor, device_map = build_model(config)
         facts = {"device_map": {name: str(place) for name, place in device_map.items()}}
-        yield Opened(model, processor, facts, config=getattr(model, "config", None))
+        yield model, processor, facts
 
 
 def build_model(config: Arguments) -> tuple[Any, Any, dict[str, Any]]:
@@ -144,24 +132,6 @@ def _builder_arguments(config: Arguments) -> dict[str, Any]:
         **adapter_arguments(run),
         **builder.kwargs,
     }
-
-
-def _take_own_devices(run: Any, replicas: EvaluationReplicas) -> None:
-    """Limit this process to the accelerators of its replica, before it uses any."""
-    found = accelerators(run.device)
-    if replicas.count == 1 or not found:
-        return
-    variable, names = visible(found)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", replicas.count))  # replicas of this machine
-    each = run.num_devices or len(names) // here
-    if each * here > len(names) or each == 0:
-        raise UserError(
-            f"{here} replicas with {max(each, 1)} devices each, and this machine shows "
-            f"{len(names)}. Lower --num-replicas or --num-devices, look at {variable}, or take "
-            "--device cpu."
-        )
-    first = int(os.environ.get("LOCAL_RANK", replicas.index)) * each
-    os.environ[variable] = ",".join(names[first : first + each])
 
 
 def answer_settings(config: Arguments) -> dict[str, Any]:
@@ -227,7 +197,6 @@ def answer_samples(
         )
 
     # the samples
-    images = ImageSettings(**run.images.limits())
     with leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
         dataset = open_dataset()
     rows = range(min(len(dataset), run.limit or len(dataset)))
@@ -267,14 +236,16 @@ def answer_samples(
             own = PredictionFile(shard_path(path, replicas.index), settings_key=key)
         with opened(config, replicas) as found:
             if found is not None:
+                model, processor, facts = found
                 if replicas.is_main:
-                    facts = {"engine": run.engine, "dtype": run.precision, **found.facts}
+                    facts = {"engine": run.engine, "dtype": run.precision, **facts}
                     facts["num_replicas"] = replicas.count
                     text = json.dumps(facts, indent=2) + "\n"
                     (folder / ENGINE_FILE).write_text(text, encoding="utf-8")
                     if "device_map" in facts:
                         print(f"devices: {sorted(set(facts['device_map'].values()))}")
-                outcome = ask(config, dataset, share, own, found, images, replicas)
+                to = {"model": model, "processor": processor, "is_shown": replicas.is_main}
+                outcome = ask(config, dataset, share, own, **to)
     if missing and several:
         replicas.tell("answered")
         if replicas.is_main:
@@ -289,7 +260,7 @@ def answer_samples(
         return None
     if outcome.failed:
         sample_id, why = next(iter(outcome.failed.items()))
-        kind = DataError if run.engine in ("pipeline", "vllm") else RemoteError
+        kind = DataError if run.engine in ENGINES else RemoteError
         raise kind(
             f"{len(outcome.failed)} of {len(rows)} samples got no answer, such as {sample_id}: "
             f"{why.rstrip('.')}. Start again with the same options: {file.path} has the other "
@@ -309,53 +280,33 @@ def ask(
     dataset: Any,
     rows: Any,
     file: PredictionFile,
-    found: Opened,
-    images: ImageSettings,
-    replicas: EvaluationReplicas,
+    *,
+    model: Any,
+    processor: Any,
+    is_shown: bool,
 ) -> Outcome:
-    """Ask the model component for the given rows."""
+    """Ask the model component for the given rows; engines batch many samples by themselves."""
     run, parts = config.run, config.parts
-    processor, part = found.processor, parts["model"].part
-    prepare(config, processor, found.model, found.config, images)
+    part, is_engine = parts["model"].part, run.engine in ENGINES
+    prepare(config, processor, model)
     texts = {**texts_of(parts), "prompt_fn": fill_function(config)}
     options = {**handed_to("model", run), **parts["model"].kwargs}
 
     def num_tokens(rendered: Any, images: Any) -> int:
         return len(encode_sample(rendered, images, processor=processor, name=rendered.name))
 
-    is_measured = processor is not None and not found.has_own_batches
     asking = Asking(
         run.batch_size,
-        length_of=num_tokens if is_measured else None,
-        has_own_batches=found.has_own_batches,
+        length_of=None if processor is None or is_engine else num_tokens,
+        has_own_batches=is_engine,
         for_generation=parts["model"].facts.for_generation,
         hands_over=frozenset(name for name in HANDED_OVER if takes(part, name) != "no"),
-        is_shown=replicas.is_main,
+        is_shown=is_shown,
     )
-    answer = functools.partial(part, found.model, processor, **options)
+    answer = functools.partial(part, model, processor, **options)
     return predict(
         dataset, rows, answer=answer, texts=texts, processor=processor, file=file, asking=asking
     )
-
-
-def prepare(
-    config: Arguments, processor: Any, model: Any, model_config: Any, images: ImageSettings
-) -> None:
-    """Prepare a processor for texts and images of the options, and a model to match it."""
-    tiling = Tiling(**config.run.images.tiling())
-    prepare_texts(config.parts["prompt_fn"], processor, model)
-    prepare_images(processor, images, tiling)
-    if tiling != Tiling() and model_config is not None:
-        match_config(model_config, processor)
-
-
-def prepare_texts(prompt_fn: Any, processor: Any, model: Any) -> None:
-    """Prepare a processor for its prompt_fn; an engine stops where the template ends turns."""
-    if processor is None or prompt_fn.facts.prepare is None:
-        return
-    prompt_fn.facts.prepare(processor, **prompt_fn.kwargs)
-    if hasattr(model, "stop_ids"):
-        model.stop_ids = tuple(stop_ids_with(list(model.stop_ids), processor))
 
 
 def fill_function(config: Arguments) -> Callable:

@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from commands import quiet_transformers, start
-from commands.stages import check_model_path
+from commands.stages import check_model_path, prepare_texts
 from options.answer import ChatConfig, ChatSettings
 from options.fields import check_limits, option_fields
 from parse_args import parse_chat_args
@@ -31,7 +31,7 @@ def main() -> int:
     run, parts = config.run, config.parts
     import transformers  # after the options: --help answers at once
 
-    from commands.answer_run import build_model, plan_model, prepare_texts
+    from commands.answer_run import build_model, plan_model
     from stageline.inference.dialogue import (
         HELP,
         Dialogue,

@@ -144,7 +144,8 @@ def make_batches(
     """Return step -> its micro-batches: of the dataset, of random ids, or pictures."""
     import torch
 
-    from commands.train_data import Data, make_loader, without_processes
+    from commands.train_data import Data, make_loader
+    from stageline.distributed.process_group import DistributedContext
     from stageline.verify.batches import probe_batches
 
     run, model_config = config.run, preparation.config
@@ -178,9 +179,8 @@ def make_batches(
     data = Data(changed)
     if getattr(data.train, "packed", None) is not None:
         data.train = data.train.unpacked()
-    steps = iter(
-        make_loader(changed, data, without_processes(1), schedule, data.train, is_evaluation=False)
-    )
+    alone = DistributedContext()
+    steps = iter(make_loader(changed, data, alone, schedule, data.train, is_evaluation=False))
     made: list[list[MicroBatch]] = []
 
     def batches(step: int) -> list[MicroBatch]:

@@ -1,8 +1,8 @@
 """A pipelined decoding engine from the options of a run: for evaluate, infer, lm_eval and serve.
 
-with open_decoding(run) as decoding:
-    if decoding is not None:      # the first rank of a replica; the others have followed it
-        for answer in decoding.engine.answer(requests): ...
+with open_decoding(run) as engine:
+    if engine is not None:      # the first rank of a replica; the others have followed it
+        for answer in engine.answer(requests): ...
 """
 
 import contextlib
@@ -35,14 +35,7 @@ from stageline.distributed.process_group import (
 from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.hub import title_of
-from stageline.inference.decoding.chain import (
-    Chain,
-    LocalChain,
-    RankChain,
-    Wire,
-    follow,
-    make_wire,
-)
+from stageline.inference.decoding.chain import Chain, LocalChain, RankChain, Wire, follow, make_wire
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.scheduler import Limits
@@ -159,19 +152,10 @@ def wire_of(context: DistributedContext) -> Wire | None:
     return make_wire(context.rank, **ranks, device=context.device)
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """An engine, with the processor and the config of its model."""
-
-    engine: DecodingEngine
-    processor: Any
-    config: Any
-
-
 @contextlib.contextmanager
 def open_decoding(
     run: Any, *, model_path: str | None = None, beside: Sequence[str] = ()
-) -> Iterator[Decoding | None]:
+) -> Iterator[DecodingEngine | None]:
     """Build this rank's stage; yield an engine on the first rank of each replica.
 
     The others follow it to its end, then get None. `place_stages` has settled the number of stages.
@@ -235,6 +219,7 @@ def open_decoding(
             chain,
             tokenizer=get_tokenizer(model.processor),
             processor=model.processor,
+            config=stage.config,
             limits=limits,
             stop_ids=stop_ids_of(model.base, model.config, model.processor),
             device=context.device,
@@ -244,6 +229,6 @@ def open_decoding(
             reads_in_pieces=decoder.reads_in_pieces,
             matchers=matchers,
         )
-        yield Decoding(engine, model.processor, model.config)
+        yield engine
         # not in a `finally`: after an exception the other ranks are told, and end
         engine.close()

@@ -35,11 +35,11 @@ def main() -> int:
     if run.check_only:
         return 0
     given = {**vars(run), **vars(run.lm_eval)}
-    with open_decoding(run) as decoding:
-        if decoding is None:
+    with open_decoding(run) as engine:
+        if engine is None:
             return 0
         results = run_tasks(
-            decoding.engine,
+            engine,
             run.task_names,
             manager=manager,
             settings=TaskSettings(**{name: given[name] for name in vars(TaskSettings())}),

@@ -17,7 +17,7 @@ import yaml
 from commands.command_line import OVERRIDE, ROOT, TRAIN, rewritten
 from options.command_line import command_words, shortened
 from stageline.errors import INTERRUPTED, PREEMPTED, UserError
-from stageline.run_records import read_log
+from stageline.run_records import read_log, read_object
 from stageline.tables import format_table, natural_key
 
 MOST_COLUMNS = 8  # columns of options that differ
@@ -132,11 +132,8 @@ def read_run(folder: Path, metric: str = "loss") -> dict[str, Any] | None:
     from stageline.checkpoint.resume import is_claimed
     from stageline.training.evaluation import is_better
 
-    try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    if not isinstance(config, dict) or "total-steps" not in config:
+    config = read_object(folder / "config.yaml", yaml.safe_load)
+    if "total-steps" not in config:
         return None
     log = folder / "log.jsonl"
     steps, evaluations = read_log(log) if log.exists() else ([], [])

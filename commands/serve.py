@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import ipaddress
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commands import quiet_transformers, start
-from options.serve import ServeConfig, named_adapters, read_api_keys
+from options.serve import ServeConfig, named_adapters
 from parse_args import parse_serve_args
 from stageline.distributed.stop import StopWords, speak_of_stops, stop_requested
 from stageline.errors import UserError
-
-if TYPE_CHECKING:
-    from stageline.serving.settings import ServerSettings
+from stageline.serving.settings import ServerSettings, check_certificate, is_local, read_api_keys
 
 SHELF = ("train_model", "prompt_fn")
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
@@ -32,7 +29,6 @@ STOP_WORDS = StopWords(
     early="before anything was served",
     at_once=", with answers under way",
 )
-MIB = 2**20
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -47,8 +43,9 @@ def main() -> int:
             f"{', '.join(missing)} is not installed. Run bash scripts/setup.sh serve, or pip "
             "install --editable '.[serve]'."
         )
-    api_keys = read_api_keys(run)
-    from commands.stages import place_stages
+    api_keys = read_api_keys(run.api_key_env, run.http.api_key_file)
+    check_certificate(run.http.ssl_certfile, run.http.ssl_keyfile)
+    from commands.stages import place_stages, prepare
     from stageline.distributed.launch import launch_if_needed
     from stageline.distributed.watchdog import WatchdogRules
 
@@ -56,9 +53,7 @@ def main() -> int:
     run, num_processes = place_stages(run)
     launch_if_needed(num_processes, rules=rules)
     # the process that starts the others needs none of these
-    from commands.answer_run import prepare
     from commands.decode_run import open_decoding
-    from stageline.data.images.image_files import ImageSettings
     from stageline.serving.app import make_app, serve_until
     from stageline.serving.prompts import PromptMaker
     from stageline.serving.service import Service
@@ -66,10 +61,9 @@ def main() -> int:
     quiet_transformers()
     stop_requested()  # on each rank: rank 0 makes all of them end in order
     adapters = named_adapters(run)
-    with open_decoding(run, beside=tuple(adapters.values())) as decoding:
-        if decoding is None:
+    with open_decoding(run, beside=tuple(adapters.values())) as engine:
+        if engine is None:
             return 0
-        engine, processor = decoding.engine, decoding.processor
         settings = make_settings(run, api_keys, name=engine.model_name, adapters=tuple(adapters))
         if not api_keys and not is_local(run.host):
             print(
@@ -77,10 +71,9 @@ def main() -> int:
                 "--api-key-env or --http.api_key_file.",
                 file=sys.stderr,
             )
-        images = ImageSettings(**run.images.limits())
-        prepare(config, processor, engine, decoding.config, images)
+        prepare(config, engine.processor, engine)
         prompts = PromptMaker(
-            processor,
+            engine.processor,
             render=config.parts["prompt_fn"].bound,
             image_token=config.parts["image_token"].bound,
             max_length=engine.max_length,
@@ -112,20 +105,10 @@ def listening_options(run: ServeConfig) -> dict[str, Any]:
     }
 
 
-def is_local(host: str) -> bool:
-    """Return whether a name or an address means this machine."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def make_settings(
     run: ServeConfig, api_keys: tuple[str, ...], *, name: str, adapters: tuple[str, ...] = ()
 ) -> ServerSettings:
     """Return the settings of the server of a model and its adapters, by their names."""
-    from stageline.serving.settings import ServerSettings
-
     name = run.served_model_name or name
     if name in adapters:
         raise UserError(
@@ -136,14 +119,8 @@ def make_settings(
         model_name=name,
         adapters=adapters,
         api_keys=api_keys,
-        max_queue=run.limits.max_queue,
-        max_body_bytes=int(run.limits.max_body_mib * MIB),
-        max_tokens_limit=run.limits.max_tokens,
-        max_n=run.limits.max_n,
-        max_images=run.limits.max_images,
-        max_echo_tokens=run.limits.max_echo_tokens,
-        request_seconds=run.limits.request_timeout,
-        read_seconds=run.http.read_timeout,
+        **vars(run.limits),
+        read_timeout=run.http.read_timeout,
         default_max_tokens=run.max_new_tokens,
         default_temperature=run.temperature,
         cors_origins=tuple(run.http.cors_origins or ()),

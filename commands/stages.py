@@ -104,6 +104,30 @@ def texts_of(parts: Mapping[str, ChosenPart]) -> dict[str, Any]:
     }
 
 
+def prepare(config: "Arguments", processor: Any, model: Any = None) -> None:
+    """Prepare a processor for texts and images of the options, and a model to match it."""
+    from stageline.data.images.image_files import ImageSettings
+    from stageline.data.images.tiling import Tiling, match_config, prepare_images
+
+    images = config.run.images
+    tiling = Tiling(**images.tiling())
+    prepare_texts(config.parts["prompt_fn"], processor, model)
+    prepare_images(processor, ImageSettings(**images.limits()), tiling)
+    if tiling != Tiling():
+        match_config(getattr(model, "config", None), processor)
+
+
+def prepare_texts(prompt_fn: ChosenPart, processor: Any, model: Any) -> None:
+    """Prepare a processor for its prompt_fn; an engine stops where the template ends turns."""
+    from stageline.data.text.chat import stop_ids_with
+
+    if processor is None or prompt_fn.facts.prepare is None:
+        return
+    prompt_fn.facts.prepare(processor, **prompt_fn.kwargs)
+    if hasattr(model, "stop_ids"):
+        model.stop_ids = tuple(stop_ids_with(list(model.stop_ids), processor))
+
+
 @dataclass(frozen=True)
 class StageBuilder:
     """Builds the stages of one model by its train_model component."""

@@ -16,12 +16,13 @@ from commands import start
 from commands.stages import family_key, with_family_key
 from options.fields import replaced
 from options.model import check_vision
-from options.train import RunConfig, check_memory, check_streaming
+from options.train import RunConfig, check_streaming
 from parse_args import TrainArguments, parse_train_args
 from register import engine_register, train_model_register
 from stageline.distributed.watchdog import WatchdogRules
 from stageline.errors import UserError
 from stageline.pipeline.topology import Topology, resolve_topology
+from stageline.run_records import read_object
 from stageline.terminal import terminal
 
 if TYPE_CHECKING:
@@ -39,16 +40,19 @@ class RunPlan(TrainArguments):
 
     topology: Topology  # stages, ranks and replicas
 
-    @property
-    def exchange_timeout(self) -> float:
-        """Timeout of an exchange in seconds, longer than the watchdog's, whose report says more."""
-        return max(600.0, self.run.hang_timeout + 180.0)
-
 
 def main() -> int:
     config = start(parse_train_args, *SHELF, recorded=recorded_options)
     config = make_plan(with_family_key(config))
-    start_ranks(config)
+    run = config.run
+    if not (run.plan or run.check_only):  # else one process reads the data and tries the parts
+        from stageline.distributed.failure_record import tell_run_folder
+        from stageline.distributed.launch import launch_if_needed
+
+        tell_run_folder(run.output_dir)
+        terminal.begin_quietly()
+        rules = WatchdogRules(run.hang_timeout, run.stop_deadline)
+        launch_if_needed(config.topology.num_processes, rules=rules)
     from commands.train_engines import run_training  # not in the process that starts the others
 
     return run_training(config)
@@ -78,7 +82,11 @@ def make_plan(config: TrainArguments) -> RunPlan:
             micro_batch_size=run.micro_batch_size,
             accumulate_steps=run.accumulate_steps,
         )
-        check_memory(run, splits_backward=topology.schedule.splits_backward)
+        if run.compile_layers and topology.schedule.splits_backward:
+            raise UserError(
+                f"--compile-layers does not go with --schedule {run.schedule}, which computes "
+                "gradients of weights late. Use --schedule 1f1b or drop --compile-layers."
+            )
         if run.dp_shard and topology.dp_degree == 1:
             raise UserError(
                 "--dp-shard needs at least two replicas. Add --dp-degree 2 or drop --dp-shard."
@@ -102,11 +110,10 @@ def make_plan(config: TrainArguments) -> RunPlan:
 
 def check_layers(run: RunConfig, num_stages: int) -> None:
     """Refuse more stages than decoder layers in config.json, before a batch is changed for them."""
-    try:
-        config = json.loads(Path(run.config_folder, "config.json").read_text(encoding="utf-8"))
-        num_layers = config.get("text_config", config)["num_hidden_layers"]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return  # a name on a hub, or a component's own config: refused when it is split
+    # a name on a hub, or a component's own config, has none: it is refused when it is split
+    config = read_object(Path(run.config_folder, "config.json"), json.loads)
+    text = config.get("text_config", config)
+    num_layers = text.get("num_hidden_layers") if isinstance(text, dict) else None
     if run.config_folder and isinstance(num_layers, int) and num_stages > num_layers:
         given, most = num_stages + run.vision_stages, num_layers + run.vision_stages
         raise UserError(
@@ -115,29 +122,12 @@ def check_layers(run: RunConfig, num_stages: int) -> None:
         )
 
 
-def start_ranks(config: RunPlan) -> None:
-    """Start the processes of the run, if it needs several; return in each of them."""
-    from stageline.distributed.failure_record import tell_run_folder
-    from stageline.distributed.launch import launch_if_needed
-
-    if config.run.plan or config.run.check_only:
-        return  # one process reads the data and tries the parts
-    tell_run_folder(config.run.output_dir)
-    terminal.begin_quietly()
-    rules = WatchdogRules(config.run.hang_timeout, config.run.stop_deadline)
-    launch_if_needed(config.topology.num_processes, rules=rules)
-
-
 def recorded_options(run: RunConfig) -> dict[str, Any]:
     """Return the config of the resumed run: names on a hub have their commits there."""
     if not run.resume:
         return {}
     folder = Path(run.output_dir) if run.resume == "auto" else Path(run.resume).parent.parent
-    try:
-        told = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}  # the resume checks come later
-    return told if isinstance(told, dict) else {}
+    return read_object(folder / "config.yaml", yaml.safe_load)  # the resume checks come later
 
 
 @train_model_register("auto")

@@ -9,17 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, Subset
 from transformers import PretrainedConfig
 
 from commands import is_first, say
-from commands.stages import texts_of
+from commands.stages import prepare, texts_of
 from commands.train import RunPlan
 from options.fields import given_options, handed_to, spelled
 from options.parts import ChosenPart, takes
-from options.train import RunConfig, check_groups, check_warmup
+from options.train import RunConfig, check_warmup
 from parse_args import TrainArguments
 from stageline.checkpoint.adapter import base_of, num_rows_on_disk, rows_of_adapter
 from stageline.checkpoint.files import find_checkpoint, weights_fingerprint
@@ -40,8 +39,6 @@ from stageline.data.batches.sampler import (
     whole_groups,
 )
 from stageline.data.batches.step_maker import make_dataset
-from stageline.data.images.image_files import ImageSettings
-from stageline.data.images.tiling import Tiling, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.text.processor import get_pad_token_id, get_tokenizer, load_processor
 from stageline.data.text.tokenizers import (
@@ -121,11 +118,7 @@ class Data:
             )
         self.processor = load_processor(path, trust_remote_code=run.trust_remote_code)
         self.new_tokens = add_tokens(config, self.processor, path)
-        prompt_fn = parts["prompt_fn"]
-        if prompt_fn.facts.prepare is not None:
-            prompt_fn.facts.prepare(self.processor, **prompt_fn.kwargs)
-        images = ImageSettings(**run.images.limits())
-        prepare_images(self.processor, images, Tiling(**run.images.tiling()))
+        prepare(config, self.processor)
         self.pad_token_id = get_pad_token_id(self.processor)
         mixture = mixture_of(run, parts["dataset"])
         part = functools.partial(parts["dataset"].bound, **mixture)
@@ -288,9 +281,13 @@ def check_data(config: TrainArguments) -> Data:
     # groups stay whole in batches
     for one in filter(None, (data.train, data.test)):
         size = group_size_of(one)
-        if loss.facts.samples_answers:
-            check_groups(run, size)
-        else:
+        num_prompts = run.batch_size * run.accumulate_steps // run.rollouts.group_size
+        if loss.facts.samples_answers and num_prompts % size:
+            raise UserError(
+                f"{num_prompts} prompts a step do not fit the dataset's groups of {size} rows. "
+                f"Make --batch-size a multiple of {size * run.rollouts.group_size}."
+            )
+        if not loss.facts.samples_answers:
             check_batch_sizes(
                 batch_size=run.batch_size,
                 micro_batch_size=run.micro_batch_size,
@@ -462,7 +459,7 @@ def show_samples(config: TrainArguments, data: Data, schedule: Schedule) -> None
     run = config.run
     if not run.preview or not is_first():
         return
-    first = without_processes(run.dp_degree or 1)
+    first = DistributedContext(num_replicas=run.dp_degree or 1)
 
     def full_length(row: int) -> int:
         encoded = data.encode(*data.train[row])
@@ -476,13 +473,6 @@ def show_samples(config: TrainArguments, data: Data, schedule: Schedule) -> None
         count=run.preview,
         full_length=full_length if may_cut else None,
     )
-
-
-def without_processes(num_replicas: int) -> DistributedContext:
-    """Return what the first process of a run is told, where no others are connected."""
-    none: dict[str, Any] = dict.fromkeys(("rank", "local_rank", "dp_rank", "pp_rank"), 0)
-    one: dict[str, Any] = {"world_size": 1, "num_ranks": 1, "mesh": None}
-    return DistributedContext(**none, **one, num_replicas=num_replicas, device=torch.device("cpu"))
 
 
 def make_loader(

@@ -36,14 +36,12 @@ from stageline.pipeline.runner import PipelineRunner
 from stageline.planner.estimate import device_capacity
 from stageline.stage import Stage
 from stageline.streaming.host_weights import check_host_memory, host_bytes
-from stageline.streaming.lanes import Lane
+from stageline.streaming.lanes import lanes_of
 from stageline.streaming.runner import StreamingRunner, even_plan
 from stageline.training.memory import MemoryAccount
 from stageline.training.trainer import Trainer
 
 GIB = 2**30
-SHARE_OF_FREE = 0.5  # share of free GPU memory for weights and gradients
-SHARE_OF_INPUTS = 0.1  # share for layers' inputs that wait for the backward pass
 
 
 def run_training(config: RunPlan) -> int:
@@ -91,7 +89,7 @@ def run_pipeline(
     with distributed_context(
         num_ranks=schedule.num_ranks,
         device=config.run.device,
-        timeout=config.exchange_timeout,
+        timeout=max(600.0, config.run.hang_timeout + 180.0),  # the watchdog's report says more
         pairs=schedule.pairs,
     ) as context:
         parts = TrainingParts(config, data, make_runner, places_layers=True)
@@ -135,21 +133,9 @@ def make_streaming_runner(
     config: TrainArguments, stages: Sequence[Stage], context: DistributedContext
 ) -> StreamingRunner:
     """Return the runner over the stages; print what they take."""
-    run, models, devices = config.run, list(stages), context.devices
+    run, models = config.run, list(stages)
     budget = None if run.streaming.budget is None else int(run.streaming.budget * GIB)
-    if devices[0].type == "cpu":
-        lanes = [Lane.cpu(budget=budget)]
-    else:
-        module = torch.get_device_module(devices[0])
-        free = {device: module.mem_get_info(device)[0] for device in devices}
-        lanes = [
-            Lane.streams(
-                device,
-                budget=budget or int(free[device] * SHARE_OF_FREE),
-                inputs_budget=int(free[device] * SHARE_OF_INPUTS),
-            )
-            for device in devices
-        ]
+    lanes = lanes_of(context.devices, budget=budget)
     num_together = run.streaming.stages
     together = even_plan(len(models), min(num_together, len(models))) if num_together else None
     runner = StreamingRunner(

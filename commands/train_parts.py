@@ -48,7 +48,6 @@ from stageline.data.batches.prompts import encode_question, prompt_of
 from stageline.data.batches.sampler import group_size_of
 from stageline.data.batches.step_maker import PromptMaker, read_row
 from stageline.data.images.images import ImageExpander
-from stageline.data.images.tiling import Tiling
 from stageline.data.rows.readers import data_fingerprint
 from stageline.data.text.processor import get_tokenizer, num_token_ids
 from stageline.distributed.process_group import DistributedContext, wait_for_weights
@@ -121,7 +120,7 @@ def stage_builder(config: TrainArguments, *, images: Any = None) -> StageBuilder
         partition=run.partition if isinstance(run.partition, list) else None,
         trust_remote_code=run.trust_remote_code,
         options=options,
-        images=images if Tiling(**run.images.tiling()) != Tiling() else None,
+        images=images if {*run.images.tiling().values()} != {None} else None,
     )
 
 
@@ -300,42 +299,10 @@ def make_planner(
 
 def trainer_config(run: RunConfig) -> TrainerConfig:
     """Return the settings that the trainer reads."""
-    names = {item.name for item in dataclasses.fields(TrainerConfig)}
-    own = {name: getattr(run, name) for name in names if hasattr(run, name)}
-    stop, bad = run.early_stop, run.bad_steps
-    return TrainerConfig(
-        **own,
-        max_skipped=bad.max_skipped,
-        spike_sigma=bad.spike_sigma,
-        spike_action=bad.spike_action,
-        patience=stop.patience,
-        stop_metric=stop.metric,
-        stop_delta=stop.delta,
-    )
-
-
-def make_prompts(
-    config: TrainArguments,
-    data: Data,
-    context: DistributedContext,
-    dataset: Any,
-    *,
-    is_evaluation: bool,
-    **place: Any,
-) -> MicroBatchLoader:
-    """Return the loader of encoded prompts; its steps are the times that answers are drawn."""
-    run, size = config.run, group_size_of(dataset)
-    count = run.batch_size if is_evaluation else run.batch_size * run.accumulate_steps
-    num_prompts = count // answers_of(config)
-    return MicroBatchLoader(
-        dataset,
-        **shared_loading(run, data, context, is_evaluation=is_evaluation),
-        batch_size=max(num_prompts // size, 1) * size,
-        micro_batch_size=size,
-        order="given",
-        maker=PromptMaker,
-        **place,
-    )
+    given = {**vars(run), **vars(run.bad_steps), **vars(run.early_stop), "precision": run.precision}
+    given |= {"stop_metric": run.early_stop.metric, "stop_delta": run.early_stop.delta}
+    names = [item.name for item in dataclasses.fields(TrainerConfig)]
+    return TrainerConfig(**{name: given[name] for name in names})
 
 
 class TrainingParts:
@@ -511,15 +478,11 @@ class TrainingParts:
 
         start_step = point.step if point else 0
         facts: Mapping[str, Any] = point.state.facts if point else {}
-        prompts = make_prompts(
-            self.config,
-            data,
-            context,
-            data.train,
-            is_evaluation=False,
-            start_step=start_step // run.rollouts.inner_steps,
-            position=facts.get("position"),
-        )
+        place = {
+            "start_step": start_step // run.rollouts.inner_steps,
+            "position": facts.get("position"),
+        }
+        prompts = self._prompts(data.train, context, is_evaluation=False, **place)
         samples = None
         if context.is_main and run.rollouts.keep_samples:
             samples = SampleFile(Path(run.output_dir).absolute(), start_step=start_step)
@@ -558,7 +521,7 @@ class TrainingParts:
         )
         held_out = None
         if data.test is not None:
-            held_out = make_prompts(self.config, data, context, data.test, is_evaluation=True)
+            held_out = self._prompts(data.test, context, is_evaluation=True)
         return rollouts, held_out
 
     def make_completions(
@@ -598,6 +561,23 @@ class TrainingParts:
             else None,
         )
 
+    def _prompts(
+        self, dataset: Any, context: DistributedContext, *, is_evaluation: bool, **place: Any
+    ) -> MicroBatchLoader:
+        """Return the loader of encoded prompts; its steps are the times that answers are drawn."""
+        run, size = self.config.run, group_size_of(dataset)
+        count = run.batch_size if is_evaluation else run.batch_size * run.accumulate_steps
+        num_prompts = count // answers_of(self.config)
+        return MicroBatchLoader(
+            dataset,
+            **shared_loading(run, self.data, context, is_evaluation=is_evaluation),
+            batch_size=max(num_prompts // size, 1) * size,
+            micro_batch_size=size,
+            order="given",
+            maker=PromptMaker,
+            **place,
+        )
+
     def _stage_answers(self, context: DistributedContext, runner: PipelineRunner) -> StageAnswers:
         run, data = self.config.run, self.data
         model_config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
@@ -625,7 +605,7 @@ class TrainingParts:
         own = run.rollouts
         return OwnAnswers(
             self._stage_answers(context, runner),
-            prompts=make_prompts(self.config, data, context, dataset, **place),
+            prompts=self._prompts(dataset, context, **place),
             make_batches=functools.partial(
                 batches_of,
                 collate=functools.partial(data.collate, stage=context.pp_rank),

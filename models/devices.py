@@ -1,6 +1,5 @@
 """Find the model of the builder component `auto`, its device_map, and the plan of `--plan`."""
 
-import importlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from stageline.checkpoint.adapter import config_folder, find_base, processor_folder, refuse_two_ways
 from stageline.device import VISIBLE, accelerators
-from stageline.errors import UserError
+from stageline.errors import UserError, package
 from stageline.inference.model_cutter import ModelCutter, Wanted, check_fit, format_table
 from stageline.model_folder import find_folder, load_config
 from stageline.pipeline.topology import no_tower
@@ -23,23 +22,19 @@ def plan(
     model_path: str,
     *,
     placement: Wanted,
-    dtype: torch.dtype,
     device: str,
     num_devices: int | None,
     adapter_path: str | list[str] | None = None,
     adapter_weights: list[float] | None = None,
-    trust_remote_code: bool = False,
-    attn_implementation: str | None = None,
-    quantization: str | None = None,
-    **given: Any,
+    **options: Any,
 ) -> str:
     """Return a table of what `auto` would place on each device; loads nothing, needs no device.
 
     Raises:
         UserError: the model does not fit, or nothing is known of the devices.
     """
-    ratio = given["visual_gpu_ratio"]
-    source = find_source(model_path, adapter_path, ratio, trust_remote_code=trust_remote_code)
+    ratio, trusts = options["visual_gpu_ratio"], options.get("trust_remote_code", False)
+    source = find_source(model_path, adapter_path, ratio, trust_remote_code=trusts)
     found = [] if placement.memory else accelerators(device)
     if placement.memory is None and not found:
         raise UserError(
@@ -50,16 +45,12 @@ def plan(
         source.config,
         memory=placement.memory or free_memory(found[:num_devices]),
         placement=placement,
-        dtype=dtype,
-        quantization=quantization,
-        **given,
-        trust_remote_code=trust_remote_code,
-        **({"attn_implementation": attn_implementation} if attn_implementation else {}),
+        **options,
     )
     found, load = cutter.devices(), str(cutter.load)
     check_fit(found, asked=load)
-    kinds = f"{str(dtype).removeprefix('torch.')}{f', {quantization}' if quantization else ''}"
-    return f"GiB for {load}, {kinds}:\n{format_table(found)}"
+    kinds = str(options["dtype"]).removeprefix("torch."), options.get("quantization")
+    return f"GiB for {load}, {', '.join(filter(None, kinds))}:\n{format_table(found)}"
 
 
 @dataclass(frozen=True)
@@ -186,14 +177,8 @@ def quantization_settings(kind: str) -> dict[str, Any]:
 
 def quantization_config(kind: str, dtype: torch.dtype | None) -> Any:
     """Return the argument for `from_pretrained`; `dtype` is the type that layers multiply in."""
-    try:
-        importlib.import_module("bitsandbytes")
-    except ImportError as error:
-        raise UserError(
-            f"`builder.quantization` {kind} needs bitsandbytes, which cannot be imported "
-            f"({error}). Install it (bash scripts/setup.sh quantization, or pip install "
-            "bitsandbytes), or leave the option out."
-        ) from error
+    user, other = f"`builder.quantization` {kind}", "leave the option out"
+    package("bitsandbytes", user, extra="quantization", instead=other)
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from register import builder_register, model_register
+from stageline.data.text.messages import Conversation
 from stageline.data.text.rendered import Rendered
 from stageline.errors import DataError, RemoteError, UserError
-from stageline.inference.remote import Endpoint, messages_of, send, tools_of
+from stageline.inference.remote import Endpoint, messages_of, send
+from stageline.run_records import cut_torn_line
 
 # options that change no answer: predictions continue with other values of these
 OF_THE_WAY = ("api_key_env", "timeout", "max_retries", "requests_per_minute")
@@ -151,7 +153,9 @@ def request_bodies(
     for prompt, row in zip(prompts, images, strict=True):
         messages = messages_of(prompt, row, name=prompt.name, max_image_side=max_image_side)
         body = {"model": endpoint.name, "messages": messages, **limit, **drawn}
-        bodies.append({**body, **tools_of(prompt), **(extra or {})})
+        if isinstance(prompt, Conversation) and prompt.tools:
+            body["tools"] = list(prompt.tools)
+        bodies.append({**body, **(extra or {})})
     return bodies
 
 
@@ -231,11 +235,8 @@ class RequestFiles:
         self.written: set[str] = set()
         self._number, self._num_lines = 1, 0
         for number, path in enumerate(self.paths(), 1):
-            content = path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]  # a killed run leaves a torn last line
-            if whole != content:
-                path.write_bytes(whole)
-            lines = whole.decode("utf-8").splitlines()
+            cut_torn_line(path)
+            lines = path.read_text(encoding="utf-8").splitlines()
             self.written |= {json.loads(line)["custom_id"] for line in lines}
             self._number, self._num_lines = number, len(lines)
 

@@ -109,10 +109,7 @@ def device_memory(run: Any) -> tuple[int, ...] | None:
     """Return the bytes of each device; None = measure the devices."""
     if not run.device_memory:
         return None
-    try:
-        sizes = tuple(num_bytes(text, unit="gib") for text in run.device_memory)
-    except ValueError as error:
-        raise OptionError(f"--device-memory cannot be read: {error}.") from error
+    sizes = tuple(num_bytes(text, "--device-memory", unit="gib") for text in run.device_memory)
     count = run.num_devices or len(sizes)
     if len(sizes) not in (1, count):
         raise OptionError(
@@ -171,16 +168,6 @@ class InferConfig(PlacementOptions, EngineOptions, AnswerOptions, ImageOptions, 
     skip_bad_rows: int = side_option(0, BAD_ROWS, ge=0)
     output_dir: str = side_option("runs/infer", "folder of predictions.jsonl", is_output=True)
     max_new_tokens: int = _longest_answer(256, to="model")
-
-
-def check_prompts(run: InferConfig, *, has_dataset: bool) -> None:
-    """Refuse a run that asks nothing, or from two places."""
-    given = [value for value in (run.prompts, run.text, has_dataset) if value]
-    if len(given) != 1:
-        raise OptionError(
-            f"{len(given)} of --prompts, --text and --dataset were given. Give one: --prompts "
-            "FILE, --text '...' or --dataset KEY."
-        )
 
 
 class ChatSettings(Options):

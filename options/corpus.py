@@ -8,7 +8,6 @@ from typing import Literal
 from options.command_line import by_name, read_config, read_words
 from options.data import CorpusRunOptions
 from options.fields import OptionError, Options, model_option, option, spelled
-from register import did_you_mean
 
 PREFIX = "path of a corpus without suffix (.bin, .idx ...)"
 TOKENIZER = "tokenizer: a folder, tokenizer.json or hub name (owner/name[@revision])"
@@ -161,14 +160,6 @@ def overview() -> str:
         f"usage: stageline corpus ACTION [CONFIG.yaml] [NAME=VALUE ...] [--option VALUE ...]\n\n"
         f"{lines}\n\n"
         "`stageline corpus ACTION --help` lists its options, `stageline list` all components."
-    )
-
-
-def no_action(name: str) -> str:
-    """Return the error of a word that is not an action."""
-    return (
-        f"{name!r} is not an action of corpus.py.{did_you_mean(name, ACTIONS, str)} Begin with one "
-        f"of {', '.join(ACTIONS)}; `corpus.py --help` has a line on each."
     )
 
 

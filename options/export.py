@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from options.fields import OptionError, Options, model_option, num_bytes, option
+from options.fields import Options, model_option, num_bytes, option
 
 
 class ExportConfig(Options):
@@ -23,7 +23,4 @@ class ExportConfig(Options):
 
 def shard_bytes(config: ExportConfig) -> int:
     """Return the bytes of --max-shard-size."""
-    try:
-        return num_bytes(config.max_shard_size)
-    except ValueError as error:
-        raise OptionError(f"--max-shard-size cannot be read: {error}.") from error
+    return num_bytes(config.max_shard_size, "--max-shard-size")

@@ -12,9 +12,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal, dataclass_transform
+from typing import Any, Literal
 
 import yaml
+
+from register import FrozenClass
 
 _HUB = "hub:"
 # the same patterns as in stageline.hub: hub names, and file names that look like them
@@ -35,12 +37,8 @@ class OptionError(ValueError):
     exit_code = 2
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True)
-class Options:
-    """Base of the classes of options, whose fields are `option(...)`: frozen dataclasses."""
-
-    def __init_subclass__(cls) -> None:
-        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+class Options(FrozenClass):
+    """Base of the classes of options, whose fields are `option(...)`."""
 
 
 def option(
@@ -198,19 +196,6 @@ def check_together(config: Any) -> None:
                 raise OptionError(f"{shown} and {other} exclude each other. Drop one of them.")
 
 
-def check_needed(run: Any) -> None:
-    """Refuse options without a value."""
-    missing = [
-        spelled(name)
-        for name, item in option_fields(run).items()
-        if item.metadata["is_needed"] and getattr(run, name) in (None, [])
-    ]
-    if missing:
-        are, them = ("are", "them") if missing[1:] else ("is", "it")
-        told = f"{' and '.join(missing)} {are} missing."
-        raise OptionError(f"{told} Give {them} on the command line or in --config.")
-
-
 def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]]]:
     """Return the fields of an options class by title: sections in order, the common ones first."""
     kinds = filter(dataclasses.is_dataclass, config_class.__mro__)
@@ -235,12 +220,14 @@ def spelled(name: str) -> str:
     return "--" + head.replace("_", "-") + dot + tail
 
 
-def num_bytes(text: str, *, unit: str = "") -> int:
-    """Parse a number of bytes, such as 24GiB or 80GB; `unit` is the unit of a bare number."""
+def num_bytes(text: str, option: str, *, unit: str = "") -> int:
+    """Return the bytes of an option such as 24GiB or 80GB; `unit` is the unit of a bare number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     size = int(float(match[1]) * _UNITS.get(match[2] or unit, 0)) if match else 0
     if size < 1:
-        raise ValueError(f"{text!r} is not a size. Give one such as 24GiB, 80GB or 4.5")
+        raise OptionError(
+            f"{option} cannot be read: {text!r} is not a size. Give one such as 24GiB or 80GB."
+        )
     return size
 
 
@@ -291,8 +278,14 @@ def absolute(item: dataclasses.Field, value: Any) -> Any:
 
 
 def check_limits(config: Any) -> None:
-    """Check each number against the limits of its field, and that each given path exists."""
-    for name, item in option_fields(config).items():
+    """Refuse needed options without a value, numbers beyond a limit, and paths of nothing."""
+    fields = option_fields(config)
+    needed = [name for name, item in fields.items() if item.metadata["is_needed"]]
+    if missing := [spelled(name) for name in needed if value_of(config, name) in (None, [])]:
+        are, them = ("are", "them") if missing[1:] else ("is", "it")
+        told = f"{' and '.join(missing)} {are} missing."
+        raise OptionError(f"{told} Give {them} on the command line or in --config.")
+    for name, item in fields.items():
         facts, value = item.metadata, value_of(config, name)
         for one in as_list(value) if facts["is_path"] else ():
             path = split_name(item, one)[1]

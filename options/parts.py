@@ -10,7 +10,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from inspect import Parameter
 from pathlib import Path
@@ -74,12 +74,12 @@ def chosen_part(register: str, key: str, kwargs: Mapping[str, Any] = {}) -> Chos
 
 
 def add_part_options(
-    parser: Any, register: Register, key: str, *, listed: frozenset[str] = frozenset()
+    parser: Any, register: Register, key: str, *, listed: Container[str] = ()
 ) -> None:
     """Add the options of a part to a jsonargparse parser; those of one of several have its key.
 
     Args:
-        listed: names that the run supplies, but that are options here all the same.
+        listed: what the run supplies, but is an option here all the same: `dataset.split`.
     """
     for one in key.split(",") if register.takes_several else [key]:
         part, prefix = register[one], register.name
@@ -100,7 +100,7 @@ def add_part_options(
         skipped = {*positional[:num_positional], *handed, *_handed_options(register.name), *bound}
         skipped.update(getattr(register.entry(one).facts, "counts", ()))
         skipped.update(item.name for item in items if not _is_plain(item.annotation))
-        skipped -= listed
+        skipped = {name for name in skipped if f"{prefix}.{name}" not in listed}
         if not {item.name for item in items} - skipped:
             continue
         group = parser.add_argument_group(f"{register.option} {one}", _described(register, one))
@@ -176,7 +176,7 @@ def _is_plain(hint: Any) -> bool:
 
 def _described(register: Register, key: str) -> str:
     """Return the first docstring line of a component and its `file:line`."""
-    return f"{register.summary(key)} [{register.home(key).removeprefix(f'{ROOT}/')}]"
+    return f"{register.summary(key)} [{register.entry(key).home.removeprefix(f'{ROOT}/')}]"
 
 
 def list_parts() -> str:

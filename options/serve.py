@@ -1,10 +1,5 @@
 """Options of serve.py: address, access and limits."""
 
-import os
-import re
-import ssl
-from pathlib import Path
-
 from options.answer import DecodeOptions, ModelOptions
 from options.data import ImageOptions
 from options.fields import (
@@ -16,8 +11,6 @@ from options.fields import (
     option_fields,
     split_name,
 )
-
-KEY = re.compile("[!-~]{8,}")
 
 
 class HttpSettings(Options):
@@ -36,20 +29,6 @@ class HttpSettings(Options):
     shutdown_seconds: float = option(30.0, "timeout of requests after a signal, in seconds", ge=0)
     cors_origins: list[str] | None = option(None, "allowed CORS origins, such as https://a.example")
     api_key_file: str | None = option(None, "file of API keys, one per line", is_path=True)
-
-
-def check_certificate(run: "ServeConfig") -> None:
-    """Refuse a certificate that no server could show, before a model is loaded."""
-    cert, key = run.http.ssl_certfile, run.http.ssl_keyfile
-    if cert is None:
-        return
-    try:  # with no password, which OpenSSL would ask for at the terminal
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
-    except (OSError, ValueError) as error:  # an SSLError is an OSError
-        raise OptionError(
-            f"--http.ssl_certfile {' and '.join(filter(None, (cert, key)))} can't be used: "
-            f"{error}. Give a certificate and its key in PEM form, the key without a password."
-        ) from error
 
 
 class RequestLimits(Options):
@@ -94,25 +73,3 @@ def named_adapters(run: ServeConfig) -> dict[str, str]:
             "--merge-adapters, or none."
         )
     return named
-
-
-def read_api_keys(run: ServeConfig) -> tuple[str, ...]:
-    """Return the accepted API keys; none: no key is required."""
-    texts = {}
-    if run.api_key_env is not None:
-        texts[f"--api-key-env {run.api_key_env}"] = os.environ.get(run.api_key_env, "")
-    if run.http.api_key_file is not None:
-        text = Path(run.http.api_key_file).read_text(encoding="utf-8")
-        texts[f"--http.api_key_file {run.http.api_key_file}"] = text
-    found: dict[str, None] = {}
-    for source, text in texts.items():
-        keys = [line.strip() for line in text.splitlines() if line.strip()]
-        if not keys:
-            raise OptionError(f"{source} holds no key. Set it or drop the option.")
-        if wrong := [number for number, key in enumerate(keys, 1) if not KEY.fullmatch(key)]:
-            raise OptionError(
-                f"{source}: key {wrong[0]} is not 8 or more ASCII letters without spaces. Make one "
-                "with `openssl rand -hex 24`."
-            )
-        found |= dict.fromkeys(keys)
-    return tuple(found)

@@ -412,15 +412,6 @@ def check_partition(run: RunConfig) -> None:
         )
 
 
-def check_memory(run: MemoryOptions, *, splits_backward: bool) -> None:
-    """Refuse options that a schedule with late weight gradients (zero-bubble) cannot run."""
-    if run.compile_layers and splits_backward:
-        raise OptionError(
-            "--compile-layers does not go with a schedule that computes the gradients of weights "
-            "later than those of inputs. Use --schedule 1f1b or drop --compile-layers."
-        )
-
-
 def memory_remedies(run: RunConfig, *, has_gpu: bool, streams: bool = False) -> list[str]:
     """Return the remedies for a run out of memory, the cheapest first."""
     candidates = {
@@ -618,14 +609,3 @@ def check_teacher(run: Any, parts: Any) -> None:
         **{f"--rollouts.{name}": True for name in sorted(others)},
     }
     refuse_beside(excluded, "--teacher.lmbda")
-
-
-def check_groups(run: Any, group_size: int) -> None:
-    """Refuse steps that would cut groups of rows, whose rewards are computed together."""
-    size = run.rollouts.group_size
-    num_prompts = run.batch_size * run.accumulate_steps // size
-    if num_prompts % group_size:
-        raise OptionError(
-            f"{num_prompts} prompts a step do not fit the dataset's groups of {group_size} rows. "
-            f"Make --batch-size a multiple of {group_size * size}."
-        )

@@ -32,16 +32,6 @@ def randomise(whole: nn.Module) -> None:
             parameter.requires_grad_(True)
 
 
-def small_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a scaled-down model of the same class, on the CPU with random float32 weights."""
-    small = shrink_config(model.config, num_layers=max(2, layer_period(model.config)))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        copy = type(model)._from_config(small, dtype=torch.float32, attn_implementation="eager")
-    randomise(copy)
-    return copy.eval()
-
-
 def cache_name(model: PreTrainedModel) -> str | None:
     """Return the keyword by which the forward takes a cache of keys and values, or None.
 
@@ -59,7 +49,13 @@ def cache_name(model: PreTrainedModel) -> str | None:
 
 def _tried_name(model: PreTrainedModel) -> str | None:
     try:
-        copy = small_copy(model)
+        # a scaled-down model of the same class, on the CPU with random float32 weights
+        small = shrink_config(model.config, num_layers=max(2, layer_period(model.config)))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            copy = type(model)._from_config(small, dtype=torch.float32, attn_implementation="eager")
+        randomise(copy)
+        copy.eval()
         special = special_tokens(copy.config)
         ids = torch.tensor([one for one in range(3, 40) if one not in special])
         rows = [ids[: length + 1].roll(length) for length in LENGTHS]

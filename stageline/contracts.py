@@ -18,7 +18,6 @@ from stageline.errors import ContractError, UserError
 IGNORE = -100
 ROW_LENGTHS = "row_lengths"
 
-OF_MODELS = ("train_model", "stage model")
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -37,7 +36,7 @@ def broken(
         came: what it did, "returned a dict".
         kind: of error; DataError where a row is wrong.
     """
-    guide = "add_a_model.md" if register in OF_MODELS else "add_a_part.md"
+    guide = "add_a_model.md" if register in ("train_model", "stage model") else "add_a_part.md"
     return kind(f"the {register} {part_name(part)} {came}. {why}: {cure}. Contract: docs/{guide}.")
 
 

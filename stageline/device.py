@@ -7,7 +7,7 @@ torch.cuda, torch.xpu and torch_npu's torch.npu have one interface.
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,19 +57,6 @@ def stage_devices(asked: str = "auto") -> list[torch.device]:
             "`device` cpu, or a whole model placed by a device_map."
         )
     return found
-
-
-def visible(devices: Sequence[torch.device]) -> tuple[str, list[str]]:
-    """Return the environment variable that limits a process to devices, and their names in it."""
-    kind = devices[0].type
-    if kind not in VISIBLE:
-        raise UserError(
-            f"devices of the kind {kind} cannot be dealt out to processes, only those of "
-            f"{', '.join(VISIBLE)}. Take `device` cpu, or one process with one device."
-        )
-    given = os.environ.get(VISIBLE[kind], "")
-    named = [name.strip() for name in given.split(",") if name.strip()]
-    return VISIBLE[kind], named or [str(device.index) for device in devices]
 
 
 def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:

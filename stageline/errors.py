@@ -8,8 +8,10 @@ Codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 storage, 6 non-finite, 7 memory,
 """
 
 import errno
+import importlib
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 CRASH, INTERRUPTED, PREEMPTED = 9, 130, 143
 _FIELD = re.compile(r"`([a-z][a-z0-9_]*)((?:\.[a-z0-9_]+)?)`")
@@ -101,6 +103,29 @@ class HangError(_Spelled, RuntimeError):
     """A rank made no progress for longer than allowed."""
 
     exit_code, kind = 8, "hang"
+
+
+def package(module: str, user: str, *, instead: str, pip: str = "", extra: str = "") -> Any:
+    """Import an optional package.
+
+    Args:
+        user: what needs it, the first words of the error.
+        instead: what does without it, the last words of the error.
+        pip: how pip calls it, if not by its module.
+        extra: what scripts/setup.sh calls it.
+
+    Raises:
+        UserError: it is not installed, or does not work here.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        how = f"pip install {pip or module}"
+        how = f"bash scripts/setup.sh {extra}, or {how}" if extra else how
+        raise UserError(
+            f"{user} needs the package {module}, which cannot be imported ({error}). Run {how}, "
+            f"or {instead}."
+        ) from error
 
 
 _NO_MEMORY = re.compile("(?i)out of memory|t allocate memory|enough memory|bad_alloc|ALLOC_FAILED")

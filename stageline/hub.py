@@ -22,7 +22,6 @@ _NAME = re.compile(r"(?:hub:)?(\w[\w.-]*/\w[\w.-]*?)(?:@(\w[\w./-]*))?")
 _FILE = re.compile(r".*\.(jsonl?|ndjson|[ct]sv|txt|parquet|arrow|safetensors|bin|py|ya?ml|idx)")
 _SNAPSHOT = re.compile(r"(.+)/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_TRUE = ("1", "true", "yes", "on")
 # Weights other than these are never fetched: what torch.save writes can run any program.
 _AT_ONCE = "*.json *.jinja *.txt *.model *.tiktoken *.spm *.bpe *.vocab *.py".split()
 _LEFT_OUT = ["onnx/*", "openvino/*", "original/*", "runs/*", "*checkpoint-*/*"]
@@ -89,7 +88,8 @@ def local_folder(given: str | Path, *, option: str = "`model_path`") -> Path:
         return Path(given).expanduser()
     found = _fetched().get(str(name))
     if found is None:
-        is_modelscope = os.environ.get("USE_MODELSCOPE_HUB", "").lower() in _TRUE
+        asked = os.environ.get("USE_MODELSCOPE_HUB", "").lower()
+        is_modelscope = asked in ("1", "true", "yes", "on")
         try:
             found = _from_modelscope(name) if is_modelscope else _from_hub(name)
         except UserError:
@@ -127,11 +127,6 @@ def pinned_set(given: str, *, option: str = "`dataset_path`") -> str:
     found = f"{PREFIX}{name.repo}@{info.sha}"
     _note(full, found)
     return found
-
-
-def can_fetch(path: Path) -> bool:
-    """Return whether a missing file belongs to a folder of the cache."""
-    return not path.exists() and name_of(path.parent) is not None
 
 
 def fetch_missing(path: Path) -> None:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 # transformers reads settings from these; config.5.0.0.json may replace config.json
 _SETTINGS = ("config*.json", "*_config.json", "chat_template.json")
-# large, and without code: read only when something failed
-_BULKY = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
 # these files and the weights determine what a model and its tokenizer do
 _DECIDING = (
     "config.json adapter_config.json *processor_config.json tokenizer* special_tokens_map.json "
@@ -83,12 +81,6 @@ def files_fingerprint(path: str | Path, *, answers: bool = False) -> str:
     for file in sorted(found):
         told.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()} ".encode())
     return told.hexdigest()
-
-
-def check_bulky(folder: Path) -> None:
-    """Refuse a broken one of the files that `check_folder` leaves out."""
-    for file in filter(Path.is_file, map(folder.joinpath, _BULKY)):
-        read_json(file)
 
 
 def _code_names(value: Any, key: str = "") -> Iterator[str]:

@@ -1,11 +1,13 @@
-"""Read the log of a run, `log.jsonl`, and write inf and nan in JSON."""
+"""Read the files of a run folder, such as log.jsonl, and write inf and nan in JSON."""
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 OLD_NAMES = {"learning_rate": "lr", "tokens_per_second": "tok/s"}  # names in earlier versions
 
@@ -46,8 +48,17 @@ def _order(record: dict) -> tuple[int, bool]:
     return record["step"], record.get("kind") == "eval"  # it comes after the step
 
 
+def read_object(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the mapping in a file, by names; {} where it cannot be read or is not one."""
+    try:
+        found = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
+
+
 def cut_torn_line(path: Path) -> None:
-    """Remove a last line that a crash cut off; the resumed run repeats its step."""
+    """Remove a last line that a killed process cut off; the next one repeats it."""
     if path.exists():
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)

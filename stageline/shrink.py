@@ -372,7 +372,8 @@ def _head_dim(config: PretrainedConfig) -> int:
         ropes = [one for one in whole.values() if isinstance(one, dict)]  # a set for each kind
         for rope in (ropes or [whole]) if "kv_lora_rank" not in told else ():
             part = _rotary_part(rope, told)
-            axes = len(_sections(rope, told)) or 1
+            own = [value for name, value in rope.items() if name.endswith("_section") and value]
+            axes = len(own[0] if own else SECTIONS.get(told.get("model_type", ""), [])) or 1
             while round(needed * part) < 2 * axes or needed * part % 2:
                 needed *= 2
                 if needed > 256:
@@ -383,11 +384,6 @@ def _head_dim(config: PretrainedConfig) -> int:
 def _rotary_part(rope: FieldValues, told: FieldValues) -> float:
     part = rope.get("partial_rotary_factor") or told.get("partial_rotary_factor")
     return part or told.get("rotary_pct") or 1.0
-
-
-def _sections(rope: FieldValues, told: FieldValues) -> list[int]:
-    own = [value for name, value in rope.items() if name.endswith("_section") and value]
-    return own[0] if own else SECTIONS.get(told.get("model_type", ""), [])
 
 
 def _shrink_rope(rope: FieldValues, told: FieldValues, sizes: Sizes) -> FieldValues:

@@ -40,7 +40,7 @@ from stageline.checkpoint.layout import (
 )
 from stageline.checkpoint.plain_model import CLASSIFIER, save_whole
 from stageline.errors import UserError
-from stageline.run_records import read_log
+from stageline.run_records import read_log, read_object
 from stageline.tables import markdown_table
 
 # files of tokenizers, processors and templates; those of a training run are not among them
@@ -210,11 +210,11 @@ class RunFacts:
 
 def read_run_facts(checkpoint: Path) -> RunFacts:
     """The facts of a checkpoint folder; of a folder from elsewhere they are empty."""
-    manifest = _read_object(checkpoint / MANIFEST, json.loads)
+    manifest = read_object(checkpoint / MANIFEST, json.loads)
     run = checkpoint.parent.parent
     if checkpoint.parent.name != "checkpoints":
         return RunFacts(manifest)
-    options = _shortened(_read_object(run / CONFIG, yaml.safe_load))
+    options = _shortened(read_object(run / CONFIG, yaml.safe_load))
     log, last = run / LOG, manifest.get("step", math.inf)
     steps, evaluations = (
         [record for record in records if record["step"] <= last]
@@ -235,15 +235,6 @@ def _shortened(value: Any) -> Any:
     if isinstance(value, list):
         return [_shortened(item) for item in value]
     return short_path(value) if isinstance(value, str) else value
-
-
-def _read_object(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the mapping that a file contains; {} where it cannot be read or is not one."""
-    try:
-        found = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 def model_card(

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from stageline.errors import CheckpointError, UserError
-from stageline.hub import can_fetch, fetch_missing, name_of
+from stageline.hub import fetch_missing, name_of
 from stageline.model_folder import read_json
 
 _UMASK = os.umask(0o077)  # at import: it is the whole process's while it is looked at
@@ -148,7 +148,7 @@ def _read_index(index: Path, *, fetches: bool) -> dict[str, Path]:
             "names. Delete the set that is not meant: that file, or the index with its files."
         )
     for file, path in files.items():
-        if not fetches and can_fetch(path):
+        if not (fetches or path.exists() or name_of(path.parent) is None):
             continue
         fetch_missing(path)
         if not path.exists():

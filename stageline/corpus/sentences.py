@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy
 
-from stageline.errors import UserError
+from stageline.errors import package
 
 Splitter = Callable[[str], numpy.ndarray]
 
@@ -107,14 +107,9 @@ def icu(text: str) -> numpy.ndarray:
 
 @cache
 def _icu_iterator() -> Any:
-    try:
-        from icu import BreakIterator, Locale
-    except ImportError as error:
-        raise UserError(
-            "the splitter `icu` needs PyICU: pip install 'stageline[icu]' (it requires "
-            "libicu-dev), or use `auto`"
-        ) from error
-    return BreakIterator.createSentenceInstance(Locale("en@ss=standard"))
+    user = "the splitter `icu` (PyICU, on libicu-dev)"
+    icu = package("icu", user, pip="'stageline[icu]'", instead="use `auto`")
+    return icu.BreakIterator.createSentenceInstance(icu.Locale("en@ss=standard"))
 
 
 def _inside(text: str, places: Iterable[int]) -> numpy.ndarray:

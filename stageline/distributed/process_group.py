@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline import progress
-from stageline.device import VISIBLE, is_accelerator, stage_devices
+from stageline.device import VISIBLE, accelerators, is_accelerator, stage_devices
 from stageline.distributed.stop import settle, stop_code
 from stageline.errors import UserError
 from stageline.hub import name_of
@@ -45,27 +46,28 @@ def explain_placement(machine_of_rank: Sequence[int], *, num_ranks: int) -> str:
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """Place of this process among the processes and devices of a run.
+    """Place of this process among the processes and devices of a run; by default it is alone.
 
     Attributes:
         rank, world_size: among all processes of the run.
         local_rank: among those of this machine.
         num_replicas, dp_rank: data-parallel copies of the pipeline, and which one this is.
         num_ranks, pp_rank: processes of one pipeline, and which one this is.
+        mesh: replicas x ranks of a pipeline; None: no other process is connected.
         device: of this process, and of the tensors that ranks exchange.
         channels: of this rank, see `open_channels`; empty where one group is enough.
         lanes: the devices that stages stream through; empty: they compute on `device`.
     """
 
-    rank: int
-    local_rank: int
-    world_size: int
-    num_replicas: int
-    dp_rank: int
-    num_ranks: int
-    pp_rank: int
-    mesh: DeviceMesh
-    device: torch.device
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    num_replicas: int = 1
+    dp_rank: int = 0
+    num_ranks: int = 1
+    pp_rank: int = 0
+    mesh: Any = None
+    device: torch.device = torch.device("cpu")
     channels: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     lanes: tuple[torch.device, ...] = ()
 
@@ -123,7 +125,13 @@ def distributed_context(
     chosen = choose_device(device, local_rank=local_rank, local_world_size=local_world_size)
     _init_group(rank, world_size, chosen, timeout=timeout)
     limit = timedelta(seconds=timeout)
-    mesh = _make_mesh(world_size, num_ranks, chosen, timeout=limit)
+    # groups that wait no longer than the run does: those of a mesh itself wait for half an hour
+    ranks = torch.arange(world_size).view(-1, num_ranks)
+    groups = [
+        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=limit)[0]
+        for rows in (ranks.T, ranks)
+    ]
+    mesh = DeviceMesh.from_group(groups, chosen.type, mesh=ranks, mesh_dim_names=("dp", "pp"))
     context = DistributedContext(
         rank=rank,
         local_rank=local_rank,
@@ -156,21 +164,6 @@ def distributed_context(
     dist.all_reduce(code, op=dist.ReduceOp.MAX)
     settle(int(code))
     dist.destroy_process_group()
-
-
-def _make_mesh(
-    world_size: int, num_ranks: int, device: torch.device, *, timeout: timedelta
-) -> DeviceMesh:
-    """Replicas x ranks of a pipeline; its groups wait no longer than the run does.
-
-    Those that a mesh makes by itself wait for half an hour.
-    """
-    ranks = torch.arange(world_size).view(-1, num_ranks)
-    groups = [
-        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]
-        for rows in (ranks.T, ranks)
-    ]
-    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("dp", "pp"))
 
 
 def open_channels(
@@ -217,6 +210,37 @@ def choose_device(device: str, *, local_rank: int, local_world_size: int) -> tor
             "task), or take `device` cpu."
         )
     return found[local_rank]
+
+
+def take_own_devices(device: str, num_devices: int | None, *, index: int, count: int) -> None:
+    """Limit this process to its share of the accelerators, before it uses any.
+
+    Args:
+        device: see `stageline.device.accelerators`.
+        num_devices: of each share; None: as many as there are for all.
+        index, count: place of this process among those of the run, each of which holds a model.
+    """
+    found = accelerators(device)
+    if count == 1 or not found:
+        return
+    kind = found[0].type
+    if kind not in VISIBLE:
+        raise UserError(
+            f"devices of the kind {kind} cannot be dealt out to processes, only those of "
+            f"{', '.join(VISIBLE)}. Take `device` cpu, or one process with one device."
+        )
+    shown = [name.strip() for name in os.environ.get(VISIBLE[kind], "").split(",") if name.strip()]
+    names = shown or [str(one.index) for one in found]
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", count))  # processes of this machine
+    each = num_devices or len(names) // here
+    if each * here > len(names) or each == 0:
+        raise UserError(
+            f"{here} replicas with {max(each, 1)} devices each, and this machine shows "
+            f"{len(names)}. Lower `num_replicas` or `num_devices`, look at {VISIBLE[kind]}, or "
+            "take `device` cpu."
+        )
+    first = int(os.environ.get("LOCAL_RANK", index)) * each
+    os.environ[VISIBLE[kind]] = ",".join(names[first : first + each])
 
 
 def wait_for_weights(folder: str | Path | None) -> None:

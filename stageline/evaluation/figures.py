@@ -1,7 +1,6 @@
 """Figures of likelihoods: right choices by sum and by length, perplexities of texts and answers."""
 
 import functools
-import importlib
 import math
 import re
 import unicodedata
@@ -11,7 +10,7 @@ from typing import Any
 
 import regex  # transformers brings it
 
-from stageline.errors import UserError
+from stageline.errors import package
 
 Figures = dict[str, Any]
 Records = Sequence[dict[str, Any]]
@@ -125,16 +124,10 @@ def _tokenizer_of(references: Iterable[str]) -> str:
 
 @functools.cache
 def _scorer() -> Any:
-    scorer = _package("rouge_score.rouge_scorer", name="rouge-score")
+    scorer = _package("rouge_score.rouge_scorer", pip="rouge-score")
     return scorer.RougeScorer(list(ROUGE_TYPES), tokenizer=SimpleNamespace(tokenize=words))
 
 
-def _package(module: str, *, name: str | None = None) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        name = name or module
-        raise UserError(
-            f"the metric needs the package {name}, which cannot be imported ({error}). Run bash "
-            f"scripts/setup.sh text-metrics (or pip install {name}), or use `metric` exact_match."
-        ) from error
+_package = functools.partial(
+    package, user="the metric", extra="text-metrics", instead="use `metric` exact_match"
+)

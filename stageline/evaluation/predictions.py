@@ -26,6 +26,7 @@ from stageline.data.batches.step_maker import read_row
 from stageline.data.text.rendered import Rendered
 from stageline.device import empty_cache
 from stageline.errors import DataError, UserError, is_out_of_memory
+from stageline.run_records import cut_torn_line
 
 Result = dict[str, Any] | None
 Answers = Sequence[Result] | Iterator[tuple[int, Result]]
@@ -62,7 +63,7 @@ class PredictionFile:
         self.records: dict[str, dict[str, Any]] = {}
         self.errors: dict[str, str] = {}
         self.path.touch()
-        _drop_torn_line(self.path)
+        cut_torn_line(self.path)
         for record in _checked(self.path):
             if record.get("settings") == settings_key:
                 self._take(record)
@@ -111,11 +112,6 @@ def _checked(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def _drop_torn_line(path: Path) -> None:
-    """Cut a last line without its end, which a killed process leaves."""
-    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-
-
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any], str]]:
     """Yield (number, record, line) of each line; the record of a failed sample has `error`."""
     # not splitlines(): a text may hold line breaks that are no "\n", such as U+2028
@@ -158,7 +154,7 @@ def merge_shards(path: Path) -> int:
         return 0
     kept: dict[Key, tuple[bool, str]] = {}  # whether it is an answer, its line
     for source in [*([path] if path.exists() else []), *shards]:
-        _drop_torn_line(source)
+        cut_torn_line(source)
         for _, record, line in _lines(source):
             key, is_answer = (record.get("settings"), record["id"]), "error" not in record
             if is_answer or not kept.get(key, (False, ""))[0]:

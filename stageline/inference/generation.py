@@ -16,12 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from stageline.cache_trial import cache_name
 from stageline.data.batches.batch import Images, add_image_inputs, encode_sample, pad_rows

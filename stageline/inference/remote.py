@@ -21,7 +21,7 @@ from stageline.data.batches.batch import Images
 from stageline.data.images.images import check_image, decode_image, image_size
 from stageline.data.text.messages import Conversation
 from stageline.data.text.rendered import Piece, Rendered
-from stageline.errors import DataError, UserError
+from stageline.errors import DataError, UserError, package
 
 
 class Pace:
@@ -65,20 +65,14 @@ class Endpoint:
 
     def client(self) -> Any:
         """Return a client of the package openai; a UserError where package or key is missing."""
-        try:
-            from openai import OpenAI
-        except ImportError as error:
-            raise UserError(
-                "The package openai, which talks to remote models, is not installed. Run bash "
-                "scripts/setup.sh remote, or pip install openai."
-            ) from error
+        openai = package("openai", "a remote model", extra="remote", instead="run a model here")
         key = os.environ.get(self.api_key_env)
         if not key and self.base_url is None:
             raise UserError(
                 f"The environment variable {self.api_key_env} is empty, and OpenAI's own server "
                 "requires a key. Export it, or give another server in `builder.base_url`."
             )
-        return OpenAI(
+        return openai.OpenAI(
             api_key=key or "none",  # servers of one's own ask for none
             base_url=self.base_url,
             timeout=self.timeout,
@@ -161,9 +155,3 @@ def image_url(image: Image.Image, *, name: str, max_side: int | None = None) -> 
         picture.save(buffer, format="PNG")
         kind, content = "image/png", buffer.getvalue()
     return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
-
-
-def tools_of(prompt: Rendered) -> dict[str, Any]:
-    """The field `tools` of a request, if the prompt has any."""
-    tools = prompt.tools if isinstance(prompt, Conversation) else ()
-    return {"tools": list(tools)} if tools else {}

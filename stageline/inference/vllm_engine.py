@@ -5,7 +5,7 @@ other engine; images go along as they are, since vLLM has processors of its own.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from stageline.data.text.encode import encode_rendered
 from stageline.data.text.processor import get_image_processor, get_tokenizer, load_processor
 from stageline.data.text.rendered import Rendered
 from stageline.device import accelerators
-from stageline.errors import UserError
+from stageline.errors import UserError, package
 from stageline.hub import title_of
 from stageline.inference.decoding.request import (
     Failed,
@@ -35,75 +35,50 @@ SMALLEST = 1e-6
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def open_vllm(
-    folder: str | Path,
-    *,
-    dtype: torch.dtype | None = None,
-    num_devices: int | None = None,
-    trust_remote_code: bool = False,
-    **options: Any,
-) -> "VllmEngine":
-    """An engine on a plain Hugging Face folder, spread over GPUs by tensor parallelism.
+class VllmEngine:
+    """Answers and scores with `vllm.LLM`, which spreads a model over GPUs by tensor parallelism.
 
     Args:
+        folder: a plain Hugging Face folder with weights and tokenizer.
         num_devices: GPUs; None: all of this machine.
-        options: further arguments of `VllmEngine`.
+        max_length: longest prompt with its answer, in tokens; None: as many as the model has.
+        images_per_prompt: most images of a prompt.
+        options: further arguments of `vllm.LLM`, such as quantization or enforce_eager.
 
     Raises:
         UserError: vLLM isn't installed, or the folder can't be read.
     """
-    config = load_config(folder, trust_remote_code=trust_remote_code)
-    processor = load_processor(folder, trust_remote_code=trust_remote_code)
-    return VllmEngine(
-        folder,
-        processor=processor,
-        tensor_parallel_size=num_devices or max(1, len(accelerators())),
-        dtype=dtype,
-        stop_ids=stop_ids_of(Path(folder), config, processor),
-        trust_remote_code=trust_remote_code,
-        **options,
-    )
-
-
-class VllmEngine:
-    """Answers and scores with `vllm.LLM`.
-
-    Args:
-        folder: a plain Hugging Face folder with weights and tokenizer.
-        processor: of this folder; encodes prompts and writes texts.
-        stop_ids: end an answer, where a request names none, in addition to those that vLLM finds.
-        max_length: longest prompt with its answer, in tokens; None: as many as the model has.
-        images_per_prompt: most images of a prompt.
-        options: further arguments of `vllm.LLM`, such as quantization or enforce_eager.
-    """
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: Path,
         *,
-        processor: Any,
-        tensor_parallel_size: int = 1,
+        num_devices: int | None = None,
         dtype: torch.dtype | None = None,
         max_length: int | None = None,
         images_per_prompt: int | None = None,
-        stop_ids: Sequence[int] = (),
+        trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
         self._vllm = check_vllm()
+        self.config = load_config(folder, trust_remote_code=trust_remote_code)
+        self.processor = load_processor(folder, trust_remote_code=trust_remote_code)
+        self.num_devices = num_devices or max(1, len(accelerators()))
         if images_per_prompt is not None:
             options["limit_mm_per_prompt"] = {"image": images_per_prompt}
         self.llm = self._vllm.LLM(
             model=str(folder),
             tokenizer=str(folder),
-            tensor_parallel_size=tensor_parallel_size,
+            tensor_parallel_size=self.num_devices,
             dtype="auto" if dtype is None else DTYPES[dtype],
             max_model_len=max_length,
+            trust_remote_code=trust_remote_code,
             **options,
         )
-        self.num_devices = tensor_parallel_size
-        self.processor, self.tokenizer = processor, get_tokenizer(processor)
-        self.model_name = title_of(Path(folder))
-        self.stop_ids = tuple(stop_ids)
+        self.tokenizer = get_tokenizer(self.processor)
+        self.model_name = title_of(folder)
+        # they end an answer, where a request names none, in addition to those that vLLM finds
+        self.stop_ids = stop_ids_of(folder, self.config, self.processor)
         self.max_length = max_length or int(self.llm.llm_engine.model_config.max_model_len)
 
     @property
@@ -232,11 +207,5 @@ def _logprob(token_id: int, there: Mapping[int, Any], num_top: int) -> TokenLogp
 
 def check_vllm() -> Any:
     """The package, or a UserError that says how to install it."""
-    try:
-        import vllm
-    except ImportError as error:
-        raise UserError(
-            "The package vllm is not installed. Run pip install 'stageline[vllm]' on a machine "
-            "with a GPU, or use another engine such as pipeline."
-        ) from error
-    return vllm
+    other = "use another engine such as pipeline; vLLM needs a GPU"
+    return package("vllm", "the engine vllm", pip="'stageline[vllm]'", instead=other)

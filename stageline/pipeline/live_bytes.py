@@ -90,7 +90,7 @@ class SavedBytes:
     """
 
     def __init__(self, owned: Iterator[torch.Tensor]) -> None:
-        self._owned = {_key(tensor) for tensor in owned}
+        self._owned = {storage_of(tensor) for tensor in owned}
         self._saved: dict[int, int] = {}
         self.shared: set[int] = set()  # storages that other layers of the stage save as well
 
@@ -98,14 +98,14 @@ class SavedBytes:
         return torch.autograd.graph.saved_tensors_hooks(self.add, lambda tensor: tensor)
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        if _key(tensor) not in self._owned:
-            self._saved[_key(tensor)] = tensor.untyped_storage().nbytes()
+        if storage_of(tensor) not in self._owned:
+            self._saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     def share(self, values: object, *, is_held: bool) -> None:
         """Mark tensors as common to the layers of a stage; what `is_held` is kept in any case."""
         for tensor in _tensors(values):
-            self.shared.add(_key(tensor))
+            self.shared.add(storage_of(tensor))
             if is_held:
                 self.add(tensor)
 
@@ -123,7 +123,8 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _key(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return a key that is equal for views of each other."""
     return tensor.untyped_storage()._cdata
 
 

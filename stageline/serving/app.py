@@ -56,7 +56,7 @@ def make_app(service: Service) -> FastAPI:
     abilities = {
         "takes_images": service.prompts.takes_images,
         "max_length": engine.max_length,
-        "max_tokens": settings.max_tokens_limit,
+        "max_tokens": settings.max_tokens,
         "default_max_tokens": settings.default_max_tokens,
         "default_temperature": settings.default_temperature,
     }

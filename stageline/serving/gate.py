@@ -84,7 +84,7 @@ class Gate:
             ApiError: it is too large (413), too slow (408) or not JSON (415, 400).
             ClientGone: the client closed its connection.
         """
-        limit, seconds = self.settings.max_body_bytes, self.settings.read_seconds
+        limit, seconds = int(self.settings.max_body_mib * MIB), self.settings.read_timeout
         body, size = bytearray(), 0
         try:
             async with asyncio.timeout(seconds):

@@ -146,7 +146,7 @@ class Service:
         if asked.model is not None:  # only some need one
             self.check_model(asked.model)
         work = functools.partial(write, self, asked)
-        return ResponseStream(work, seconds=self.settings.request_seconds)
+        return ResponseStream(work, seconds=self.settings.request_timeout)
 
     async def in_thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that takes long away from the event loop."""
@@ -211,7 +211,7 @@ class Service:
         Raises:
             ApiError: both numbers, where prompt and answer are too long together.
         """
-        limit, most = self.settings.max_tokens_limit, self.engine.max_length
+        limit, most = self.settings.max_tokens, self.engine.max_length
         wanted = default if asked is None else asked
         if sampling.min_new_tokens > wanted:
             least = sampling.min_new_tokens

@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from stageline.pipeline.live_bytes import storage_of
+
 # they read the shape, dtype and device of a tensor argument, not its values
 _SHAPE_ONLY = ("_like", "aten::new_")
 FAKE_DTYPE = torch.bfloat16  # grouped products of experts take no other on fake tensors
@@ -225,11 +227,6 @@ def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
     elif isinstance(value, list | tuple):
         for index, one in enumerate(value):
             yield from walk(one, (*path, index))
-
-
-def storage_of(value: torch.Tensor) -> int:
-    """Return a key that is equal for views of each other."""
-    return value.untyped_storage()._cdata
 
 
 def identity_of(value: torch.Tensor) -> Identity:

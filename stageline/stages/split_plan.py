@@ -21,6 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from stageline.errors import UserError
+from stageline.pipeline.live_bytes import storage_of
 from stageline.stages.rehearsal import (
     ForwardTrace,
     Leaf,
@@ -28,7 +29,6 @@ from stageline.stages.rehearsal import (
     TracedCall,
     identity_of,
     rehearse,
-    storage_of,
     walk,
 )
 

@@ -6,7 +6,7 @@ function without a result: a queue may run it later.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -220,6 +220,18 @@ def default_lanes() -> list[Lane]:
         tenth = torch.get_device_module(device).get_device_properties(device).total_memory // 10
         lanes.append(Lane.streams(device, budget=6 * tenth, inputs_budget=tenth))
     return lanes or [Lane.cpu()]
+
+
+def lanes_of(devices: Sequence[torch.device], *, budget: int | None) -> list[Lane]:
+    """Return a lane for each device; without a budget half of the free memory is for weights."""
+    if devices[0].type == "cpu":
+        return [Lane.cpu(budget=budget)]
+    free = [torch.get_device_module(device).mem_get_info(device)[0] for device in devices]
+    return [
+        # a tenth is for the inputs of layers that wait for the backward pass
+        Lane.streams(device, budget=budget or size // 2, inputs_budget=size // 10)
+        for device, size in zip(devices, free, strict=True)
+    ]
 
 
 class OptimizerThread:

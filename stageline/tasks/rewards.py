@@ -84,12 +84,6 @@ def is_near(completion: str, sample: Sample, *, tolerance: float, is_relative: b
     return False
 
 
-def is_choice(completion: str, sample: Sample) -> bool:
-    """Return whether an answer names the right option, by its letter or its text."""
-    right = right_choice(sample)
-    return parse_choice(said(completion), list(map(str, sample["choices"]))) == right
-
-
 def right_choice(sample: Sample, *, read: Callable[..., int | None] = parse_choice) -> int:
     """Return the place of the right one of a sample's `choices`.
 

@@ -51,7 +51,7 @@ def test_the_entry_file(tmp_path):
 
 def test_sizes(tmp_path):
     for text, expected in {"5GB": 5 * 10**9, "123456": 123456, "1.5MiB": 1572864}.items():
-        assert num_bytes(text) == expected
+        assert num_bytes(text, "--max-shard-size") == expected
     with pytest.raises(ValueError, match="'5 cats' is not a size"):
         words = [f"--model-path={tmp_path}", "--output-path=b", "--max-shard-size=5 cats"]
         parse_export_args(words)

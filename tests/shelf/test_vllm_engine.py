@@ -34,7 +34,7 @@ def vllm(monkeypatch):
 
 @pytest.fixture
 def engine(vllm, folder):
-    return VllmEngine(folder, processor=tiny_tokenizer(), stop_ids=(2,))
+    return VllmEngine(folder)
 
 
 def prompt(*ids):
@@ -149,4 +149,4 @@ def test_a_rendered_prompt_keeps_its_placeholder_and_its_images(engine, monkeypa
 def test_it_says_how_to_install_vllm(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r"pip install 'stageline\[vllm\]'"):
-        VllmEngine(folder, processor=tiny_tokenizer())
+        VllmEngine(folder)

@@ -259,12 +259,12 @@ MORE_SHELF = "metric.py tracker.py corpus_parts.py"
 # folder -> (beginnings of its paths, the first that fits counts; lines it must come down to; lines
 # it has now: this number only falls)
 BUDGET = {
-    "settings": ("register.py parse_args.py options/", 3500, 3521),
-    "doors": ("train_pp.py evaluate.py serve.py corpus.py export.py commands/", 4350, 4444),
+    "settings": ("register.py parse_args.py options/", 3400, 3397),
+    "doors": ("train_pp.py evaluate.py serve.py corpus.py export.py commands/", 4200, 4325),
     "components": (
         f"{SHELF_FILES} metric.py tracker.py corpus_parts.py train_model.py",
         3100,
-        3177,
+        3099,
     ),
     "stages": ("stageline/stages/", 3770, 3769),
     "pipeline": ("stageline/pipeline/", 2000, 2000),
@@ -274,13 +274,13 @@ BUDGET = {
     "checkpoint": ("stageline/checkpoint/", 4700, 4702),
     "data": ("stageline/data/", 7600, 7600),
     "corpus": ("stageline/corpus/", 3800, 3800),
-    "inference": ("stageline/inference/", 5200, 5231),
+    "inference": ("stageline/inference/", 5200, 5179),
     "planner": ("stageline/planner/", 1925, 1952),
     "serving": ("stageline/serving/", 2600, 2600),
     "evaluation": ("stageline/evaluation/ stageline/plotting/", 1850, 1850),
     "verify": ("stageline/verify/", 1900, 1900),
-    "distributed": ("stageline/distributed/", 1500, 1500),
-    "rest": ("stageline/", 1900, 2327),
+    "distributed": ("stageline/distributed/", 1500, 1481),
+    "rest": ("stageline/", 1900, 2322),
 }
 
 

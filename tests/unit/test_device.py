@@ -4,14 +4,12 @@ Whole runs on cards of a kind that torch does not know are in tests/gpu/test_a_r
 """
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from commands.answer_run import _take_own_devices
 from stageline.device import accelerators, stage_devices
-from stageline.distributed.process_group import choose_device, group_backend
+from stageline.distributed.process_group import choose_device, group_backend, take_own_devices
 from stageline.errors import UserError
 from stageline.inference.decoding.stage_decoder import cache_budget
 from stageline.planner.estimate import device_capacity
@@ -57,9 +55,8 @@ def test_memory_figures_are_those_of_the_device(cards):
 
 def test_a_replica_takes_its_own(cards, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
-    run = SimpleNamespace(device="xpu", num_devices=None)
     monkeypatch.setenv("ZE_AFFINITY_MASK", "4,7")
-    _take_own_devices(run, SimpleNamespace(count=2, index=1))
+    take_own_devices("xpu", None, index=1, count=2)
     assert os.environ["ZE_AFFINITY_MASK"] == "7"
 
 

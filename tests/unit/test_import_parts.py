@@ -35,7 +35,7 @@ def test_a_file_is_imported_by_its_stem(tmp_path):
     file.write_text(GOOD)
     (module,) = import_parts([str(file)])
     assert sys.modules["stem_of_mine"] is module
-    assert metric_register.home("outside") == f"{file}:4"
+    assert metric_register.entry("outside").home == f"{file}:4"
     # a worker process looks the class up under its module's name
     assert isinstance(pickle.loads(pickle.dumps(module.Row())), module.Row)
 

@@ -67,7 +67,7 @@ def test_the_real_shelf_comes_from_the_repository(tmp_path):
     script = (
         f"import sys; sys.path[0] = {str(ROOT)!r}\n"
         "import register; register.import_shelf('loss_fn')\n"
-        "print(register.loss_fn_register.home('sft'))"
+        "print(register.loss_fn_register.entry('sft').home)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from benchmarks import chat_masks
-from commands.answer_run import prepare_texts
+from commands.stages import prepare_texts
 from options.parts import chosen_part
 from prompt_fn import chat
 from stageline.checkpoint.plain_folder import export_folder

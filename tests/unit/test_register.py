@@ -57,7 +57,7 @@ def test_unknown_key_names_register_option_nearest_all_and_how_to_add(parts):
 
 def test_a_frozen_register_refuses_every_change(parts):
     parts["a"] = print
-    parts.freeze()
+    parts.is_frozen = True
     changes = (
         lambda: parts.update(b=len),
         lambda: parts.pop("a"),

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from models.remote import RequestFiles, batch_file, read_answers, remote
+from models.remote import RequestFiles, batch_file, read_answers, remote, request_bodies
 from prompt_fn import chat
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
-from stageline.inference.remote import Endpoint, Pace, image_url, messages_of, tools_of
+from stageline.inference.remote import Endpoint, Pace, image_url, messages_of
 from tests.helpers.chat_server import ChatServer, images_of, question_of
 from tests.helpers.small_run import ROOT, ForkedRun
 
@@ -159,7 +159,9 @@ def test_tools_and_calls_are_sent():
     _, asked, answered = messages_of(prompt, None, name="row")
     assert asked["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": 7}'}
     assert answered == {"role": "tool", "tool_call_id": "1", "content": "seven"}
-    assert tools_of(prompt) == {"tools": [tool]} and tools_of(prompts("a")[0]) == {}
+    both = [prompt, *prompts("a")]
+    first, second = request_bodies(Endpoint("tiny"), both, [None, None], max_new_tokens=1)
+    assert first["tools"] == [tool] and "tools" not in second
 
 
 # -- files for offline batches ---------------------------------------------------------------

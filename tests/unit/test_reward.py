@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from commands.train_data import check_scores
-from loss_fn import count_reward_pairs, pair_rewards, rm
+from loss_fn import has_reward, rm
 from parse_args import parse_train_args
 from pp_models import RewardStage
 from prompt_fn import chat, none
@@ -122,7 +122,7 @@ def test_a_pair_with_a_dropped_row_and_rows_that_fill_up_count_for_nothing():
         collate_rewards, **common(tiny_tokenizer(), max_token_num=40, overlong="drop")
     )
     batch = collate(samples)
-    assert count_reward_pairs(batch) == 2
+    assert has_reward(batch).sum() == 2
     assert (batch["labels"][:2] == -100).all()
     loader = MicroBatchLoader(
         samples, collate=collate, batch_size=2, micro_batch_size=2, eval=True, shuffle=False
@@ -130,7 +130,7 @@ def test_a_pair_with_a_dropped_row_and_rows_that_fill_up_count_for_nothing():
     first, last = (step[0] for step in loader)
     assert first["loss_rows"].tolist() == [0, 0, 1, 1]
     assert last["loss_rows"].tolist() == [2, 2, -1, -1]
-    assert count_reward_pairs(first) == 1 and count_reward_pairs(last) == 1
+    assert has_reward(first).sum() == 1 and has_reward(last).sum() == 1
 
 
 def test_both_answers_are_looked_through_before_training():
@@ -182,9 +182,12 @@ def test_loss_and_figures_are_those_of_the_formula():
 def test_half_a_pair_counts_for_nothing():
     scores, batch = scored_batch()
     batch["labels"][4, 3] = 9  # only the chosen row of the third pair has a label
-    assert count_reward_pairs(batch) == 2
-    chosen, rejected, counts = pair_rewards(scores, batch)
-    assert counts.tolist() == [1, 1, 0] and chosen[2] == rejected[2] == 0
+    assert has_reward(batch).tolist() == [True, True, False]
+    two = {"num_targets": torch.tensor(5.0), "num_pairs": torch.tensor(2.0)}
+    loss, figures = rm(scores, batch, **two)
+    scores[4, 3] += 9.0
+    again, others = rm(scores, batch, **two)
+    assert again == loss and others == figures
 
 
 def test_logits_and_a_negative_coefficient_are_refused():

@@ -10,10 +10,9 @@ import httpx
 import pytest
 
 from commands import serve
-from options.serve import read_api_keys
 from parse_args import parse_serve_args
 from register import import_shelf
-from stageline.serving.settings import ServerSettings
+from stageline.serving.settings import ServerSettings, is_local, read_api_keys
 from tests.helpers.served_model import NUM_TOKENS, ServedModel, wait_for_url
 from tests.helpers.small_run import ForkedRun
 
@@ -98,12 +97,12 @@ def test_options_reach_the_server(tmp_path):
         model_name="folder",
         api_keys=(KEY,),
         max_queue=3,
-        max_body_bytes=2**19,
-        max_tokens_limit=99,
+        max_body_mib=0.5,
+        max_tokens=99,
         max_n=2,
         max_images=1,
-        request_seconds=7,
-        read_seconds=5,
+        request_timeout=7,
+        read_timeout=5,
         default_max_tokens=11,
         default_temperature=0.5,
         cors_origins=("https://a.example",),
@@ -111,8 +110,8 @@ def test_options_reach_the_server(tmp_path):
     assert serve.make_settings(run, (), name="folder").hosts[:2] == ("localhost", "127.0.0.1")
     anyone = dataclasses.replace(run, host="0.0.0.0")
     assert serve.make_settings(anyone, (), name="folder").hosts == ("*",)
-    assert all(map(serve.is_local, ("127.0.0.1", "localhost", "::1")))
-    assert not any(map(serve.is_local, ("0.0.0.0", "::", "example.org")))
+    assert all(map(is_local, ("127.0.0.1", "localhost", "::1")))
+    assert not any(map(is_local, ("0.0.0.0", "::", "example.org")))
     named = parse_serve_args(["--model-path", str(tmp_path), "--served-model-name", "a/b"]).run
     assert serve.make_settings(named, (), name="folder").model_name == "a/b"
 
@@ -129,12 +128,17 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path, monkeypatch):
         "MY_KEY",
     ]
     run = parse_serve_args(words).run
+    given = run.api_key_env, run.http.api_key_file
     with pytest.raises(ValueError, match="--api-key-env MY_KEY holds no key"):
-        read_api_keys(run)
+        read_api_keys(*given)
     monkeypatch.setenv("MY_KEY", "third-long-key")
-    assert read_api_keys(run) == ("third-long-key", "first-long-key", "second-long-key")
+    assert read_api_keys(*given) == (
+        "third-long-key",
+        "first-long-key",
+        "second-long-key",
+    )
     for bad in ("short", "with a space in it", "münchen-münchen"):
         monkeypatch.setenv("MY_KEY", bad)
         with pytest.raises(ValueError, match="without spaces") as caught:
-            read_api_keys(run)
+            read_api_keys(*given)
         assert bad not in str(caught.value)

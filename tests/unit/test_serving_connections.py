@@ -13,13 +13,13 @@ import httpx
 import pytest
 
 from commands.serve import SHELF, listening_options
-from options.fields import OptionError
 from parse_args import parse_serve_args
 from prompt_fn import auto, chat
 from register import import_shelf
 from stageline.errors import RemoteError
 from stageline.inference.dialogue import Dialogue, Server, server_url
 from stageline.inference.remote import Endpoint
+from stageline.serving.settings import check_certificate
 from tests.helpers.chat_templates import format_tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.served import served
@@ -125,8 +125,9 @@ def test_a_wrong_certificate_is_told_before_anything_is_loaded(files, options, t
     words = ["--model-path", str(files)]
     for name, file in options.items():
         words += [f"--http.ssl_{name}", str(files / file)]
-    with pytest.raises(OptionError, match=told):
-        parse_serve_args(words)
+    with pytest.raises(ValueError, match=told):
+        http = parse_serve_args(words).run.http
+        check_certificate(http.ssl_certfile, http.ssl_keyfile)
 
 
 def test_options_reach_the_server(files):

@@ -32,7 +32,7 @@ TOKENIZER = format_tokenizer("qwen")
 
 @pytest.fixture(scope="module")
 def server():
-    limits = {"max_body_bytes": 20_000, "read_seconds": 0.1, "request_seconds": 0.5}
+    limits = {"max_body_mib": 20_000 / 2**20, "read_timeout": 0.1, "request_timeout": 0.5}
     with (
         FakeEngine(TOKENIZER, reply=reply, seconds=0.005, max_running=1) as engine,
         served(

@@ -107,7 +107,7 @@ def test_more_than_the_queue_holds_is_refused_and_the_rest_answered():
 
 
 def test_a_request_ends_when_its_time_is_over():
-    with serving(reply=LONG, max_running=1, request_seconds=0.3) as (engine, running, client):
+    with serving(reply=LONG, max_running=1, request_timeout=0.3) as (engine, running, client):
         answer = client.post(PATH, json=BODY)
         assert told(answer, 504)["code"] == "timeout"
         assert answer.headers["x-should-retry"] == "false"
@@ -130,7 +130,7 @@ def test_little_is_kept_of_a_body_that_is_too_large(monkeypatch):
         return {"type": "http.request", "body": b"abcd", "more_body": True}
 
     request = Request({"type": "http", "method": "POST", "headers": []}, receive)
-    settings = ServerSettings("tiny", max_body_bytes=10)
+    settings = ServerSettings("tiny", max_body_mib=10 / 2**20)
     with pytest.raises(ApiError) as caught:
         asyncio.run(gate.Gate(None, settings=settings, metrics=None)._read_body(request))
     assert caught.value.status == 413 and sum(read) == 32

@@ -9,7 +9,7 @@ import pytest
 
 from stageline.errors import UserError
 from stageline.training.run_log import RunLog, StepRecord
-from tracker import MLflow, SwanLab, WandB
+from tracker import mlflow, swanlab, wandb
 
 RECORD = StepRecord(
     step=1, loss=2.0, learning_rate=0.1, grad_norm=math.inf, num_tokens=8, num_targets=4,
@@ -39,7 +39,7 @@ def service(monkeypatch, name):
     return notes
 
 
-@pytest.mark.parametrize(("part", "name"), [(WandB, "wandb"), (SwanLab, "swanlab")])
+@pytest.mark.parametrize(("part", "name"), [(wandb, "wandb"), (swanlab, "swanlab")])
 def test_a_service_gets_the_run_and_its_figures(part, name, tmp_path, monkeypatch):
     notes = service(monkeypatch, name)
     tracker = part(folder=tmp_path / "r1", config={"seed": 3}, start_step=0, project="p")
@@ -58,7 +58,7 @@ def test_a_service_gets_the_run_and_its_figures(part, name, tmp_path, monkeypatc
 def test_a_resumed_run_has_the_same_name_and_another_folder_another(tmp_path, monkeypatch):
     notes = service(monkeypatch, "wandb")
     for folder in ("a", "a", "b"):
-        WandB(folder=tmp_path / folder, config={}, start_step=0)
+        wandb(folder=tmp_path / folder, config={}, start_step=0)
     one, again, other = (how["id"] for _, _, how in notes.calls)
     assert one == again != other
 
@@ -66,7 +66,7 @@ def test_a_resumed_run_has_the_same_name_and_another_folder_another(tmp_path, mo
 def test_mlflow_gets_parameters_in_portions(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     notes = service(monkeypatch, "mlflow")
-    tracker = MLflow(
+    tracker = mlflow(
         folder=tmp_path, config={**{f"o{i}": i for i in range(150)}, "none": None}, start_step=0
     )
     tracker.log("train", 3, {"loss": 1.0})
@@ -80,7 +80,7 @@ def test_mlflow_gets_parameters_in_portions(tmp_path, monkeypatch):
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "swanlab", None)
     with pytest.raises(UserError, match="pip install swanlab"):
-        SwanLab(folder=tmp_path, config={}, start_step=0)
+        swanlab(folder=tmp_path, config={}, start_step=0)
 
 
 def test_a_tracker_that_fails_is_told_of_once_and_ends_nothing(tmp_path, capsys):

@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image, ImageSequence
 
 from stageline.data.images.image_files import FORMATS, ImageFolders, bad_image, check_shape
-from stageline.errors import DataError, UserError
+from stageline.errors import DataError, UserError, package
 from stageline.tables import natural_key
 
 ANIMATIONS = (".gif", ".webp", ".png", ".apng")
@@ -99,8 +99,8 @@ def _frames_of_file(path: Path, num_frames: int, source: str) -> list[Image.Imag
                 wanted = set(frame_places(getattr(opened, "n_frames", 1), num_frames))
                 frames = enumerate(ImageSequence.Iterator(opened))
                 return [frame.convert("RGB") for place, frame in frames if place in wanted]
-        import av
-
+        other = "make images of it (ffmpeg -i VIDEO FOLDER/%05d.jpg)"
+        av = package("av", f"{source}: the video {path}", extra="video", instead=other)
         with av.open(str(path)) as video:
             wanted = set(frame_places(sum(1 for _ in video.decode(video=0)), num_frames))
         with av.open(str(path)) as video:
@@ -108,12 +108,7 @@ def _frames_of_file(path: Path, num_frames: int, source: str) -> list[Image.Imag
             found = [frame.to_image() for place, frame in decoded if place in wanted]
         assert found, "it has no frames"
         return found
-    except ImportError as error:
-        raise UserError(
-            f"{source}: the video {path} needs the package av. Run bash scripts/setup.sh video (or "
-            "pip install av), or make images of it (ffmpeg -i VIDEO FOLDER/%05d.jpg)."
-        ) from error
-    except DataError:
+    except UserError:
         raise
     except Exception as error:  # decoders can raise any exception
         raise bad_image(path, error, name=source) from error

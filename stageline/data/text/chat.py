@@ -10,7 +10,6 @@ render.
 """
 
 import itertools
-import json
 import os.path
 import re
 import warnings
@@ -26,7 +25,7 @@ from stageline.data.text.chat_template import (
     template_of,
     use_template,
 )
-from stageline.data.text.messages import SYSTEM_ROLES, Tool, Turn, forms_of
+from stageline.data.text.messages import SYSTEM_ROLES, Tool, Turn, as_json, forms_of
 from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
@@ -290,7 +289,7 @@ def _texts_in(official: str, layout: Layout, texts: Sequence[DataText]) -> list[
 def _as_written(official: str, place: int, text: str, behind: str) -> str:
     """Return a text of the data as it is at a place: escaped, or with those blanks that stayed."""
     core = text.strip()
-    for quoted in (_dumps(text), _dumps(core), repr(text)):
+    for quoted in (as_json(text), as_json(core), repr(text)):
         escaped = quoted[1:-1]
         if escaped not in (text, core) and official.startswith(escaped, place):
             return escaped
@@ -528,10 +527,6 @@ class _Finder:
 def _bare(text: str) -> str:
     """Return what a template wrote with places for the marked texts."""
     return _MARKED.sub(rf"{_OPEN}\1{_CLOSE}", text)
-
-
-def _dumps(value: str) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def prepare_chat(processor: Any, *, template: str | None = None, **others: Any) -> None:

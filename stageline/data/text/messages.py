@@ -232,7 +232,7 @@ def forms_of(
         for way in ways:
             yield way, tools, ""
     if not knows_tools and (tools or has_any):
-        told = _TOOLS_TEXT.format("\n".join(map(_dumps, tools))) if tools else ""
+        told = _TOOLS_TEXT.format("\n".join(map(as_json, tools))) if tools else ""
         written = list(_as_text(turns))
         for role in ("system", "user"):  # some templates know no system message either
             yield _with_text(written, told, role), (), AS_TEXT
@@ -241,7 +241,7 @@ def forms_of(
 def _with_arguments_as_text(turn: Turn) -> Turn:
     calls = []
     for call in turn.tool_calls:
-        function = {**call["function"], "arguments": _dumps(call["function"]["arguments"])}
+        function = {**call["function"], "arguments": as_json(call["function"]["arguments"])}
         calls.append({**call, "function": function})
     return replace(turn, tool_calls=tuple(calls))
 
@@ -260,7 +260,7 @@ def with_ids(turns: Sequence[Turn]) -> list[Turn]:
             for call in turn.tool_calls:
                 num_calls += 1
                 old = call.get("id", "")
-                text = f"{num_calls} {_dumps(call['function'])}"
+                text = f"{num_calls} {as_json(call['function'])}"
                 new = old if _ID.fullmatch(old) else hashlib.sha256(text.encode()).hexdigest()[:9]
                 known[old] = new
                 waiting.append(new)
@@ -289,7 +289,9 @@ def _as_text(turns: Sequence[Turn]) -> Iterator[Turn]:
                 pieces = []
             continue
         if turn.tool_calls:
-            lines = [f"\n{_dumps(call['function'])}\n".join(CALL_MARKS) for call in turn.tool_calls]
+            lines = [
+                f"\n{as_json(call['function'])}\n".join(CALL_MARKS) for call in turn.tool_calls
+            ]
             lead = "\n" if any(piece.text for piece in turn.pieces) else ""
             is_shown = any(piece.is_answer for piece in turn.pieces)
             calls = Piece(lead + "\n".join(lines), True, turn.is_target, is_answer=is_shown)
@@ -315,5 +317,6 @@ def _text(text: str) -> Piece:
     return Piece(text, is_user=True)
 
 
-def _dumps(value: object) -> str:
+def as_json(value: object) -> str:
+    """Return a value as JSON with letters of all scripts as they are."""
     return json.dumps(value, ensure_ascii=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stageline.errors import UserError
-from stageline.model_folder import check_bulky, check_folder
+from stageline.model_folder import check_folder, read_json
 
 # video processors that saved folders name, for machines that have torchvision
 _VIDEO_TYPES = {
@@ -193,7 +193,10 @@ def _load_without_video(path: Path, error: Exception, **options: bool) -> Any:
 
 
 def _cannot_load(path: Path, error: Exception) -> UserError:
-    check_bulky(path)
+    # large files without code, which `check_folder` leaves out
+    for name in ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json"):
+        if (path / name).is_file():
+            read_json(path / name)
     files = sorted(item.name for item in path.glob("*")) if path.is_dir() else []
     return UserError(
         f"no tokenizer or processor could be loaded from {path} "

@@ -58,6 +58,7 @@ class DecodingEngine:
         chain: the stages; this process has the first one.
         tokenizer: for the texts of answers.
         processor: what prompts are encoded with.
+        config: of the first stage's model.
         stop_ids: tokens that end an answer, where a request names none.
         device: where the first stage reads.
         prompt_cells: room in the cache that the images of a prompt take, in tokens.
@@ -72,6 +73,7 @@ class DecodingEngine:
         *,
         tokenizer: Any,
         processor: Any = None,
+        config: Any = None,
         limits: Limits = DEFAULT_LIMITS,
         stop_ids: Sequence[int] = (),
         device: torch.device | str = "cpu",
@@ -84,7 +86,7 @@ class DecodingEngine:
         self.chain = chain
         self.tokenizer = tokenizer
         self.processor = tokenizer if processor is None else processor
-        self.limits = limits
+        self.config, self.limits = config, limits
         self.stop_ids = tuple(stop_ids)
         self.device = torch.device(device)
         self.model_name = model_name

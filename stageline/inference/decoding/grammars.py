@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from stageline.errors import UserError
+from stageline.errors import UserError, package
 
 Kind = Literal["json_schema", "regex", "lark"]
 LONGEST = 2**18  # letters: it is compiled on the last stage while other answers wait
@@ -189,14 +189,8 @@ def _first(matcher: Any) -> str:
 
 
 def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise UserError(
-            "llguidance, which follows JSON schemas, regular expressions and grammars, is not "
-            "installed. Run bash scripts/setup.sh serve, or pip install llguidance."
-        ) from None
-    return llguidance
+    user = "an answer in the form of a JSON schema, a regular expression or a grammar"
+    return package("llguidance", user, extra="serve", instead="ask for free text")
 
 
 @functools.cache
