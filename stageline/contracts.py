@@ -17,6 +17,7 @@ from stageline.errors import ContractError, UserError
 # labels and keys of a batch that data writes and stages and losses read
 IGNORE = -100
 ROW_LENGTHS = "row_lengths"
+SHARED = "shared_positions"  # [S]: of the first tokens, which are the same in all rows
 
 OF_MODELS = ("train_model", "stage model")
 _ROOT = Path(__file__).resolve().parents[1]

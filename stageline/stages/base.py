@@ -73,6 +73,7 @@ class StageModel(Stage):
     logits_chunk = 0
     checkpoint_every = 1
     changes_config = False
+    reads_once = False
 
     def __init__(
         self,
@@ -417,6 +418,7 @@ class StageModel(Stage):
             model.logits_chunk = logits_chunk
         # from the inside out: what is compiled can be recomputed, what that keeps be offloaded
         if compile_layers:
+            vars(model)["reads_once"] = False  # each length of a prompt would be compiled again
             recompute.compile_layers(model.layer_list())
         if gradient_checkpointing:
             model.enable_gradient_checkpointing(every=checkpoint_every, mode=checkpoint_mode)

@@ -21,9 +21,15 @@ import torch
 import torch.distributed as dist
 
 from stageline import progress
+from stageline.contracts import ROW_LENGTHS, SHARED
 from stageline.data.batches.collate_part import CollatePart, EncodedSample, as_collate_part
 from stageline.data.batches.prompts import answered, decoder_inputs, prompt_of
-from stageline.data.batches.step_maker import PackedStepMaker, StepMaker
+from stageline.data.batches.step_maker import (
+    PackedStepMaker,
+    StepMaker,
+    group_by_length,
+    padded_cost,
+)
 from stageline.data.images.images import ImageExpander
 from stageline.data.text.processor import get_tokenizer
 from stageline.distributed.ranks import Ranks
@@ -712,19 +718,24 @@ class Rollouts:
             self.on_samples(step + 1, [record for own in gathered for record in own])
 
     def _batches(self, made: Sequence[AnswerRow], step: int) -> list[MicroBatch]:
-        """Return micro-batches of answers of near-equal length, without what rewards decide."""
+        """Return micro-batches of answers, without what rewards decide."""
+        order = self._by_prompt(made)
         batches = batches_of(
-            [(None, one.encoded) for one in made],
+            [(None, made[number].encoded) for number in order or range(len(made))],
             step,
             collate=self.collate,
             micro_batch_size=self.options.micro_batch_size,
-            is_sorted=self.options.is_sorted,
+            is_sorted=self.options.is_sorted and not order,
             facts=self.facts,
             row_capacity=self.options.row_capacity,
             legal_counts=self.runner.schedule.legal_micro_batches,
             replicas=self.replicas,
         )
         for batch in batches:
+            if order:
+                batch["loss_rows"] = torch.tensor(order)[batch["loss_rows"]]
+            if order and ROW_LENGTHS in batch:
+                batch[SHARED] = torch.arange(made[batch["loss_rows"][0]].num_prompt - 1)
             labels_BT = batch["labels"] = batch["labels"].clone()
             sampled_BT, places_BT = torch.zeros(labels_BT.shape), torch.full_like(labels_BT, -1)
             for number, (one, row, start) in enumerate(placed(batch, made)):
@@ -738,6 +749,22 @@ class Rollouts:
             if "sample_ids" in batch:
                 batch[PLACES] = places_BT
         return batches
+
+    def _by_prompt(self, made: Sequence[AnswerRow]) -> list[int]:
+        """Return the rows by prompt, where to read those once is less than rows of equal length."""
+        options, lengths = self.options, [len(one.encoded.rows[0]) for one in made]
+        size = options.micro_batch_size
+        reads_once = all(getattr(one, "reads_once", False) for one in self.answers.models)
+        if options.row_capacity is not None or options.group_size % size or not reads_once:
+            return []
+        order = sorted(range(len(made)), key=lambda n: (n // options.group_size, lengths[n]))
+        parts = [order[first : first + size] for first in range(0, len(order), size)]
+        saved = sum((size - 1) * (made[part[0]].num_prompt - 1) for part in parts)
+        costs = [
+            sum(padded_cost([lengths[n] for n in part]) for part in some)
+            for some in (parts, group_by_length(lengths, len(parts)))
+        ]
+        return order if costs[0] - saved < costs[1] else []
 
     def _with_log_probs(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Add log-probabilities before the first of several steps, and of the start model."""
