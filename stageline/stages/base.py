@@ -417,8 +417,9 @@ class StageModel(Stage):
         if logits_chunk and model.is_last and model.head_runs_alone():
             model.logits_chunk = logits_chunk
         # from the inside out: what is compiled can be recomputed, what that keeps be offloaded
+        if compile_layers or gradient_checkpointing:  # a layer that runs again fills a cache again
+            vars(model)["reads_once"] = False
         if compile_layers:
-            vars(model)["reads_once"] = False  # each length of a prompt would be compiled again
             recompute.compile_layers(model.layer_list())
         if gradient_checkpointing:
             model.enable_gradient_checkpointing(every=checkpoint_every, mode=checkpoint_mode)

@@ -18,7 +18,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from stageline.cache_trial import cache_name
@@ -96,40 +96,6 @@ def can_be_cut(config: PretrainedConfig) -> bool:
 
 Batch = dict[str, torch.Tensor]
 Tensors = tuple[torch.Tensor, ...]
-
-
-class _SharedLayer(CacheLayerMixin):
-    """One layer's keys and values [1, K, S, D] of first tokens, or of them and of those of each row.
-
-    Does the same if it is called again, as a checkpointed layer is in the backward pass.
-
-    Args:
-        first: what the first tokens left; None: they are being read.
-    """
-
-    is_sliding = False  # it has all columns, and masks hide those outside of a window
-    is_initialized = True
-
-    def __init__(self, first: "_SharedLayer | None" = None, *, num_before: int = 0) -> None:
-        self.first, self.num_before = first, num_before
-
-    def lazy_initialization(self, *states: torch.Tensor) -> None: ...
-
-    def update(self, *states: torch.Tensor, **kwargs: Any) -> Tensors:
-        if self.first is None:
-            self.keys, self.values = states
-            return states
-        pairs = zip((self.first.keys, self.first.values), states, strict=True)
-        return tuple(torch.cat((one.expand(len(own), -1, -1, -1), own), 2) for one, own in pairs)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.num_before + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.num_before
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class CausalLMStage(Spliced, StageModel):
@@ -321,20 +287,12 @@ class CausalLMStage(Spliced, StageModel):
 
     @functools.cached_property
     def reads_once(self) -> bool:
-        """Whether a pass can read once what all rows of a micro-batch begin with (`SHARED`).
-
-        Not where each row draws for itself, nor where experts count tokens.
-        """
+        """Whether `SHARED` tokens can be read once: rows draw nothing, and experts count none."""
         text = self.text_config.to_dict()
-        draws = [
-            *(one.dropout for one in self.lora.values()),
-            *(v for n, v in text.items() if "drop" in n),
-        ]
-        has_experts = any("expert" in name for name in text)
+        others = [value for name, value in text.items() if "drop" in name or "expert" in name]
+        others += [one.dropout for one in self.lora.values()]
         is_text = self.auto_class is AutoModelForCausalLM
-        return (
-            is_text and self.can_decode and self.reads_in_pieces and not (any(draws) or has_experts)
-        )
+        return is_text and self.can_decode and self.reads_in_pieces and not any(others)
 
     @property
     def short_length(self) -> int | None:
@@ -392,21 +350,23 @@ class CausalLMStage(Spliced, StageModel):
     def _read_once(self, hidden_or_ids: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
         """Run rows that begin alike: their first tokens once, then all others behind them.
 
-        Equal to a pass over the rows but for rounding. Rows are padded on the right: no mask is due.
+        Equal to a pass over the rows but for rounding. No mask: rows are padded on the right.
         """
         size, ids_BT = len(batch[SHARED]), batch.get("input_ids", hidden_or_ids)
         num_rows, width = ids_BT.shape
-        first: Any = [_SharedLayer() for _ in range(self.num_cache_layers())]
-        others: Any = [_SharedLayer(one, num_before=size) for one in first]
-        parts = (first, slice(1), slice(size)), (others, slice(num_rows), slice(size, width))
-        made: Any = []
-        for layers, rows, columns in parts:
-            inputs: dict[str, Any] = {"past_key_values": Cache(layers=layers)}
-            inputs["input_ids"] = ids_BT[rows, columns]
+        cache = Cache(layers=[DynamicLayer() for _ in range(self.num_cache_layers())])
+        made: list[Any] = []
+        for rows, columns in ((slice(1), slice(size)), (slice(num_rows), slice(size, width))):
+            inputs: dict[str, Any] = {"input_ids": ids_BT[rows, columns], "past_key_values": cache}
             inputs["position_ids"] = torch.arange(width, device=ids_BT.device)[None, columns]
             # contiguous: the next stage, which gets them in a message, has no view of more
             made.append(self.forward(hidden_or_ids[rows, columns].contiguous(), **inputs))
-        return torch.cat((made[0].expand(num_rows, *made[0].shape[1:]), made[1]), dim=1)
+            for layer in cache.layers:  # those of other stages only tell how long the rows are
+                none = ids_BT.new_zeros(1, 1, size, 1)
+                kept = (layer.keys, layer.values) if layer.is_initialized else (none, none)
+                layer.keys, layer.values = (one.expand(num_rows, -1, -1, -1) for one in kept)
+                layer.is_initialized = True
+        return torch.cat((made[0].expand(num_rows, -1, -1), made[1]), dim=1)
 
     def run(self, ids_BT: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """The model's own forward, up to logits [B, T, V] or what `finish` makes."""

@@ -753,18 +753,18 @@ class Rollouts:
     def _by_prompt(self, made: Sequence[AnswerRow]) -> list[int]:
         """Return the rows by prompt, where to read those once is less than rows of equal length."""
         options, lengths = self.options, [len(one.encoded.rows[0]) for one in made]
-        size = options.micro_batch_size
-        reads_once = all(getattr(one, "reads_once", False) for one in self.answers.models)
-        if options.row_capacity is not None or options.group_size % size or not reads_once:
+        size, is_plain = options.micro_batch_size, options.row_capacity is None
+        reads_once = is_plain and all(getattr(one, "reads_once", 0) for one in self.answers.models)
+        if options.group_size % size or not reads_once:
             return []
         order = sorted(range(len(made)), key=lambda n: (n // options.group_size, lengths[n]))
         parts = [order[first : first + size] for first in range(0, len(order), size)]
-        saved = sum((size - 1) * (made[part[0]].num_prompt - 1) for part in parts)
-        costs = [
+        once, each = (
             sum(padded_cost([lengths[n] for n in part]) for part in some)
             for some in (parts, group_by_length(lengths, len(parts)))
-        ]
-        return order if costs[0] - saved < costs[1] else []
+        )
+        once -= sum((size - 1) * (made[part[0]].num_prompt - 1) for part in parts)
+        return order if once < each else []
 
     def _with_log_probs(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Add log-probabilities before the first of several steps, and of the start model."""
