@@ -73,7 +73,6 @@ class StageModel(Stage):
     logits_chunk = 0
     checkpoint_every = 1
     changes_config = False
-    reads_once = False
 
     def __init__(
         self,

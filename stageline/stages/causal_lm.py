@@ -348,21 +348,17 @@ class CausalLMStage(Spliced, StageModel):
         return (*made[:count], statistics, *made[count:])
 
     def _read_once(self, hidden_or_ids: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
-        """Run rows that begin alike: their first tokens once, then all others behind them.
-
-        Equal to a pass over the rows but for rounding. No mask: rows are padded on the right.
-        """
+        """Run rows, padded on the right, that begin alike: their first tokens once, then others."""
         size, ids_BT = len(batch[SHARED]), batch.get("input_ids", hidden_or_ids)
         num_rows, width = ids_BT.shape
-        cache = Cache(layers=[DynamicLayer() for _ in range(self.num_cache_layers())])
-        made: list[Any] = []
+        cache, made = Cache([DynamicLayer() for _ in range(self.num_cache_layers())]), list[Any]()
         for rows, columns in ((slice(1), slice(size)), (slice(num_rows), slice(size, width))):
             inputs: dict[str, Any] = {"input_ids": ids_BT[rows, columns], "past_key_values": cache}
             inputs["position_ids"] = torch.arange(width, device=ids_BT.device)[None, columns]
             # contiguous: the next stage, which gets them in a message, has no view of more
             made.append(self.forward(hidden_or_ids[rows, columns].contiguous(), **inputs))
             for layer in cache.layers:  # those of other stages only tell how long the rows are
-                none = ids_BT.new_zeros(1, 1, size, 1)
+                none = made[0][:, None, :, :1]
                 kept = (layer.keys, layer.values) if layer.is_initialized else (none, none)
                 layer.keys, layer.values = (one.expand(num_rows, -1, -1, -1) for one in kept)
                 layer.is_initialized = True

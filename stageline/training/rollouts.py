@@ -22,14 +22,9 @@ import torch.distributed as dist
 
 from stageline import progress
 from stageline.contracts import ROW_LENGTHS, SHARED
+from stageline.data.batches import step_maker
 from stageline.data.batches.collate_part import CollatePart, EncodedSample, as_collate_part
 from stageline.data.batches.prompts import answered, decoder_inputs, prompt_of
-from stageline.data.batches.step_maker import (
-    PackedStepMaker,
-    StepMaker,
-    group_by_length,
-    padded_cost,
-)
 from stageline.data.images.images import ImageExpander
 from stageline.data.text.processor import get_tokenizer
 from stageline.distributed.ranks import Ranks
@@ -51,18 +46,9 @@ from stageline.inference.decoding.chain import (
 )
 from stageline.inference.decoding.request import Sampling
 from stageline.inference.decoding.stage_decoder import StageDecoder, answering
+from stageline.modules import policy_loss
 from stageline.modules.chunked_loss import ChunkedLogits
 from stageline.modules.lora import adapters_off
-from stageline.modules.policy_loss import (
-    ADVANTAGES,
-    IS_COUNTED,
-    IS_LEARNT,
-    OLD,
-    PLACES,
-    SAMPLED,
-    START,
-    token_log_probs,
-)
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.seeds import derive_seed, host_state_kept
 from stageline.training.evaluation import EvalResult
@@ -265,9 +251,9 @@ def batches_of(
     """
     part = as_collate_part(collate)
     part = CollatePart(part.collate, encode=lambda images, sample: sample, pack=part.pack)
-    kind: type[StepMaker | PackedStepMaker] = StepMaker
+    kind: type[step_maker.StepMaker | step_maker.PackedStepMaker] = step_maker.StepMaker
     if row_capacity is not None:
-        kind = PackedStepMaker
+        kind = step_maker.PackedStepMaker
         options["capacity"] = row_capacity
         options["legal_counts"] = legal_counts
         options["agree"] = lambda step, count: max(replicas.gather(count))
@@ -453,10 +439,8 @@ class Rollouts:
         self._saved = saved.get("answers") if options.ahead else None
         self._ahead: Drawn | None = None
         self._frozen: FrozenCopy | None = None
-        self.figures: dict[str, float] = {}
-        self.seconds: dict[str, float] = {}
-        self.busy_seconds = 0.0
-        self.is_last = True
+        self.figures, self.seconds = dict[str, float](), dict[str, float]()
+        self.busy_seconds, self.is_last = 0.0, True
         self._tokenizer = get_tokenizer(answers.processor)
         expander = ImageExpander.of(answers.processor)
         self._image_ids = frozenset() if expander is None else expander.own_ids()
@@ -643,14 +627,14 @@ class Rollouts:
         rows = [-1 if one.row is None else one.row for one, *_ in answers]
         columns = {
             numbers_of(batch): torch.tensor(rows, dtype=torch.long),
-            ADVANTAGES: torch.tensor([one.advantage for one, *_ in answers]),
-            IS_LEARNT: torch.tensor([one.is_learnt for one, *_ in answers], dtype=torch.bool),
-            IS_COUNTED: torch.tensor([one.is_counted for one, *_ in answers], dtype=torch.bool),
+            policy_loss.ADVANTAGES: torch.tensor([one.advantage for one, *_ in answers]),
+            policy_loss.IS_LEARNT: torch.tensor([one.is_learnt for one, *_ in answers]).bool(),
+            policy_loss.IS_COUNTED: torch.tensor([one.is_counted for one, *_ in answers]).bool(),
         }
         if self.options.ahead:
-            columns[OLD] = torch.zeros(batch["labels"].shape)
+            columns[policy_loss.OLD] = torch.zeros(batch["labels"].shape)
             for one, row, start in answers:
-                columns[OLD][row, one.predicted(start)] = torch.tensor(one.old)
+                columns[policy_loss.OLD][row, one.predicted(start)] = torch.tensor(one.old)
         return {**batch, **columns}
 
     def _text(self, prompt: EncodedSample) -> str:
@@ -745,9 +729,9 @@ class Rollouts:
                 tokens = one.predicted(start)
                 count = tokens.stop - tokens.start
                 sampled_BT[row, tokens] = torch.tensor(one.answer.log_probs[:count])
-            batch[SAMPLED] = sampled_BT
+            batch[policy_loss.SAMPLED] = sampled_BT
             if "sample_ids" in batch:
-                batch[PLACES] = places_BT
+                batch[policy_loss.PLACES] = places_BT
         return batches
 
     def _by_prompt(self, made: Sequence[AnswerRow]) -> list[int]:
@@ -760,8 +744,8 @@ class Rollouts:
         order = sorted(range(len(made)), key=lambda n: (n // options.group_size, lengths[n]))
         parts = [order[first : first + size] for first in range(0, len(order), size)]
         once, each = (
-            sum(padded_cost([lengths[n] for n in part]) for part in some)
-            for some in (parts, group_by_length(lengths, len(parts)))
+            sum(step_maker.padded_cost([lengths[n] for n in part]) for part in some)
+            for some in (parts, step_maker.group_by_length(lengths, len(parts)))
         )
         once -= sum((size - 1) * (made[part[0]].num_prompt - 1) for part in parts)
         return order if once < each else []
@@ -770,11 +754,11 @@ class Rollouts:
         """Add log-probabilities before the first of several steps, and of the start model."""
         found = {}
         if self.options.inner_steps > 1 and not self.options.ahead:
-            found[OLD] = self._log_probs(batches, "old")
+            found[policy_loss.OLD] = self._log_probs(batches, "old")
         if self.options.kl_beta:
             frozen = self._frozen
             with adapters_off(self.runner.local) if frozen is None else frozen.in_place():
-                found[START] = self._log_probs(batches, "start")
+                found[policy_loss.START] = self._log_probs(batches, "start")
         for name, values in found.items():
             if values is not None:
                 pairs = zip(batches, values, strict=True)
@@ -789,7 +773,7 @@ class Rollouts:
 
         def take(output: Output, batch: MicroBatch) -> None:
             logits = self.answers.logits_of(output)
-            found.append(token_log_probs(logits, batch, temperature=temperature))
+            found.append(policy_loss.token_log_probs(logits, batch, temperature=temperature))
 
         told = StepProgress(device=self.runner.device, forward="log-probabilities")
         self.runner.evaluate(batches, on_output=take, recorder=told)
