@@ -16,12 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from stageline.cache_trial import cache_name
 from stageline.data.batches.batch import Images, add_image_inputs, encode_sample, pad_rows
@@ -124,10 +119,7 @@ def batch_together(images: Sequence[Images], *, processor: Any) -> list[list[int
 
 
 def generate_batch(
-    model: PreTrainedModel,
-    processor: Any,
-    batch: dict[str, torch.Tensor],
-    **options: object,
+    model: PreTrainedModel, processor: Any, batch: dict[str, torch.Tensor], **options: object
 ) -> list[dict[str, Any]]:
     """Answer a batch of `encode_prompts`; `options` are those of transformers' `generate`.
 

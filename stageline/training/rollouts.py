@@ -257,9 +257,8 @@ def batches_of(
         options["capacity"] = row_capacity
         options["legal_counts"] = legal_counts
         options["agree"] = lambda step, count: max(replicas.gather(count))
-    maker = kind(_Rows(items), collate=part, **options)
     with host_state_kept():
-        return maker.make(step, [list(range(len(items)))])
+        return kind(_Rows(items), collate=part, **options).make(step, [list(range(len(items)))])
 
 
 @dataclass
@@ -767,8 +766,7 @@ class Rollouts:
 
     def _log_probs(self, batches: list[MicroBatch], name: str) -> list[torch.Tensor] | None:
         """Return those of each micro-batch [B, T]; None where the last stage is not."""
-        began = time.perf_counter()
-        temperature = self.options.sampling_temperature
+        began, temperature = time.perf_counter(), self.options.sampling_temperature
         found: list[torch.Tensor] = []
 
         def take(output: Output, batch: MicroBatch) -> None:
@@ -782,16 +780,14 @@ class Rollouts:
 
     def judge(self, prompts: Any) -> EvalResult:
         """Return the rewards of the likeliest answers to held-out prompts."""
-        sampling = self.options.sampling()
         lot_size = self.options.prompts_together * self.options.group_size
-        sums: list[torch.Tensor] = []
-        num_tokens = 0
+        sums, num_tokens, greedy = list[torch.Tensor](), 0, self.options.sampling()
         self.replicas.put_together()
         for rows in prompts:
             encoded = [one for row, _, one in rows if row is not None]
             if not encoded:
                 continue
-            answers, judging = self._answers_to(encoded, [(0,)] * len(encoded), sampling, lot_size)
+            answers, judging = self._answers_to(encoded, [(0,)] * len(encoded), greedy, lot_size)
             sums.append(self._judged(judging, len(encoded))[0][:, :, 0])
             num_tokens += sum(one.num_tokens for group in answers for one in group)
         own = torch.cat(sums, dim=1) if sums else torch.empty(len(self.rewards.parts), 0)
