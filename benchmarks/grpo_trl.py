@@ -72,7 +72,7 @@ def make(folder: Path, layers: int, hidden: int, *, prompt: int = 0) -> None:
     model = AutoModelForCausalLM.from_config(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder / "model")
-    more = " ?" * prompt
+    more = " and" * prompt
     questions = [f"What is {i} plus {i}?{more}" for i in range(64)]
     rows = [{"id": str(i), "question": q, "answer": "x"} for i, q in enumerate(questions)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
