@@ -288,8 +288,8 @@ class CausalLMStage(Spliced, StageModel):
     @functools.cached_property
     def reads_once(self) -> bool:
         """Whether `SHARED` tokens can be read once: rows draw nothing, and experts count none."""
-        text = self.text_config.to_dict()
-        others = [value for name, value in text.items() if "drop" in name or "expert" in name]
+        told = self.text_config.to_dict()
+        others: list[Any] = [told[name] for name in told if "drop" in name or "expert" in name]
         others += [one.dropout for one in self.lora.values()]
         is_text = self.auto_class is AutoModelForCausalLM
         return is_text and self.can_decode and self.reads_in_pieces and not any(others)
@@ -351,13 +351,14 @@ class CausalLMStage(Spliced, StageModel):
         """Run rows, padded on the right, that begin alike: their first tokens once, then others."""
         size, ids_BT = len(batch[SHARED]), batch.get("input_ids", hidden_or_ids)
         num_rows, width = ids_BT.shape
-        cache, made = Cache([DynamicLayer() for _ in range(self.num_cache_layers())]), list[Any]()
+        layers: list[Any] = [DynamicLayer() for _ in range(self.num_cache_layers())]
+        cache, made = Cache(layers), list[Any]()
         for rows, columns in ((slice(1), slice(size)), (slice(num_rows), slice(size, width))):
             inputs: dict[str, Any] = {"input_ids": ids_BT[rows, columns], "past_key_values": cache}
             inputs["position_ids"] = torch.arange(width, device=ids_BT.device)[None, columns]
             # contiguous: the next stage, which gets them in a message, has no view of more
             made.append(self.forward(hidden_or_ids[rows, columns].contiguous(), **inputs))
-            for layer in cache.layers:  # those of other stages only tell how long the rows are
+            for layer in layers:  # those of other stages only tell how long the rows are
                 none = made[0][:, None, :, :1]
                 kept = (layer.keys, layer.values) if layer.is_initialized else (none, none)
                 layer.keys, layer.values = (one.expand(num_rows, -1, -1, -1) for one in kept)

@@ -718,7 +718,7 @@ class Rollouts:
             if order:
                 batch["loss_rows"] = torch.tensor(order)[batch["loss_rows"]]
             if order and ROW_LENGTHS in batch:
-                batch[SHARED] = torch.arange(made[batch["loss_rows"][0]].num_prompt - 1)
+                batch[SHARED] = torch.arange(made[int(batch["loss_rows"][0])].num_prompt - 1)
             labels_BT = batch["labels"] = batch["labels"].clone()
             sampled_BT, places_BT = torch.zeros(labels_BT.shape), torch.full_like(labels_BT, -1)
             for number, (one, row, start) in enumerate(placed(batch, made)):
