@@ -358,7 +358,7 @@ class CausalLMStage(Spliced, StageModel):
             inputs["position_ids"] = torch.arange(width, device=ids_BT.device)[None, columns]
             # contiguous: the next stage, which gets them in a message, has no view of more
             made.append(self.forward(hidden_or_ids[rows, columns].contiguous(), **inputs))
-            for layer in layers:  # those of other stages only tell how long the rows are
+            for layer in layers:  # layers of other stages only tell how long rows are
                 none = made[0][:, None, :, :1]
                 kept = (layer.keys, layer.values) if layer.is_initialized else (none, none)
                 layer.keys, layer.values = (one.expand(num_rows, -1, -1, -1) for one in kept)
