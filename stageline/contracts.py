@@ -16,8 +16,7 @@ from stageline.errors import ContractError, UserError
 
 # labels and keys of a batch that data writes and stages and losses read
 IGNORE = -100
-ROW_LENGTHS = "row_lengths"
-SHARED = "shared_positions"  # [S]: of the first tokens, which are the same in all rows
+ROW_LENGTHS, SHARED = "row_lengths", "shared_positions"  # SHARED: [S], where all rows are alike
 
 OF_MODELS = ("train_model", "stage model")
 _ROOT = Path(__file__).resolve().parents[1]

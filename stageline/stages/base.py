@@ -25,11 +25,7 @@ from stageline.modules.methods import (
     forget_lengths,
     is_inside,
 )
-from stageline.modules.new_rows import (
-    NewRows,
-    set_vocab_size,
-    vocabulary_paths,
-)
+from stageline.modules.new_rows import NewRows, set_vocab_size, vocabulary_paths
 from stageline.modules.part_lora import find_targets, lora_of_parts, wrap_parts
 from stageline.modules.recompute import CheckpointMode, checkpoint_layers, tower_layers
 from stageline.modules.stage_names import Names, names_in

@@ -9,6 +9,7 @@ each, R rewards; B rows of a micro-batch, T tokens.
 """
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -102,10 +103,8 @@ class StageAnswers:
                     f"stage {model.stage} keeps no keys and values (can_decode is False), so it "
                     "cannot answer. Use `train_model` causal_lm or vision_language."
                 )
-        device = runner.device
-        self.decoders = {
-            model.stage: StageDecoder(model, device=device, trains_on=True) for model in self.models
-        }
+        make = functools.partial(StageDecoder, device=runner.device, trains_on=True)
+        self.decoders = {model.stage: make(model) for model in self.models}
         ranks = {s: rank for rank in range(schedule.num_ranks) for s in schedule.stages_of(rank)}
         self.route = [ranks[stage] for stage in range(schedule.num_stages)]
         self.is_first = self.route[0] == runner.pp_rank
@@ -116,7 +115,7 @@ class StageAnswers:
             chain,
             tokenizer=get_tokenizer(processor),
             stop_ids=stop_ids,
-            device=device,
+            device=runner.device,
             lots_at_once=schedule.num_ranks,
             most_on_way=max(1, max_in_flight(schedule.num_ranks) // len(self.models)),
         )
