@@ -32,7 +32,7 @@ from tests.helpers.pictured_prompts import pictured_prompts  # noqa: E402
 from tests.helpers.tiny_models import DECODERS  # noqa: E402
 from tools import tiny_model  # noqa: E402
 
-FAMILIES = ("llama", "qwen3", "gemma3", "qwen3_moe", "mamba", "qwen2_vl")
+FAMILIES = ("llama", "qwen3", "gemma3", "qwen3_moe", "gpt2", "qwen2_vl")
 SEEING = ("internvl", "qwen2_vl")
 CASES = (  # dtype, whether the head computes in float32
     *((torch.bfloat16, False), (torch.bfloat16, True)),

@@ -5,6 +5,7 @@ both in turn, several times, then the median ratios. On a machine that does othe
 processor's seconds are comparable, and wall seconds are not.
 Usage: python benchmarks/grpo_trl.py [--layers 4 --hidden 256 --steps 8 --rounds 3 --beta 0.04]
        python benchmarks/grpo_trl.py --model .cache/smollm2 --rows 16 --length 32
+       python benchmarks/grpo_trl.py --prompt 200  # tokens that are added to each prompt
 """
 
 import argparse
@@ -46,7 +47,7 @@ def letters(prompts, completions, samples):
 '''
 
 
-def make(folder: Path, layers: int, hidden: int) -> None:
+def make(folder: Path, layers: int, hidden: int, *, prompt: int = 0) -> None:
     """A random llama with its tokenizer, and 64 rows."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -66,12 +67,14 @@ def make(folder: Path, layers: int, hidden: int) -> None:
         num_attention_heads=8,
         num_key_value_heads=8,
         head_dim=hidden // 8,
-        max_position_embeddings=256,
+        max_position_embeddings=256 + prompt,
     )
     model = AutoModelForCausalLM.from_config(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder / "model")
-    rows = [{"id": str(i), "question": f"What is {i} plus {i}?", "answer": "x"} for i in range(64)]
+    more = " and" * prompt
+    questions = [f"What is {i} plus {i}?{more}" for i in range(64)]
+    rows = [{"id": str(i), "question": q, "answer": "x"} for i, q in enumerate(questions)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "parts.py").write_text(REWARD)
 
@@ -181,6 +184,7 @@ def ours(
     rows: int = ROWS,
     length: int = LONGEST,
     root: Path = ROOT,
+    prompt: int = 0,
 ) -> list[str]:
     """The command of the same run here, or in another checkout."""
     words = (
@@ -190,7 +194,7 @@ def ours(
         f"--image-token none --collate-fn grpo --reward letters --rollouts.group_size {GROUP} "
         f"--batch-size {rows} --micro-batch-size {MICRO} "
         f"--rollouts.max_completion_length {length} "
-        f"--max-token-num {64 + length} --learning-rate 1e-5 --lr-scheduler constant "
+        f"--max-token-num {64 + prompt + length} --learning-rate 1e-5 --lr-scheduler constant "
         f"--weight-decay 0 --total-steps {steps} --eval-samples 0 --num-stages 1 --device cpu "
         f"--optimizer.fused true --timeline-step 0 --rollouts.kl_beta {beta} --prove-split never "
         f"--output-dir {folder}/ours"
@@ -221,6 +225,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--beta", type=float, default=0.0, help="weight of the divergence")
     parser.add_argument("--before", type=Path, help="folder of another checkout, run as well")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens added to each prompt")
     parser.add_argument("--theirs", type=Path)
     given = parser.parse_args()
     if given.theirs:
@@ -228,10 +233,15 @@ def main() -> None:
         return
     roots = {"before": given.before, "stageline": ROOT} if given.before else {"stageline": ROOT}
     ratios = {name: {"step": [], "wall": [], "peak": []} for name in roots}
-    sizes = {"model": given.model, "rows": given.rows, "length": given.length}
+    sizes = {
+        "model": given.model,
+        "rows": given.rows,
+        "length": given.length,
+        "prompt": given.prompt,
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make(folder, given.layers, given.hidden)
+        make(folder, given.layers, given.hidden, prompt=given.prompt)
         for _ in range(given.rounds):
             command = [sys.executable, __file__, "--theirs", name, *sys.argv[1:]]
             out, peak = measured(command)

@@ -16,7 +16,7 @@ from stageline.errors import ContractError, UserError
 
 # labels and keys of a batch that data writes and stages and losses read
 IGNORE = -100
-ROW_LENGTHS = "row_lengths"
+ROW_LENGTHS, SHARED = "row_lengths", "shared_positions"  # SHARED: [S], where all rows are alike
 
 _ROOT = Path(__file__).resolve().parents[1]
 

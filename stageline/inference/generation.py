@@ -119,10 +119,7 @@ def batch_together(images: Sequence[Images], *, processor: Any) -> list[list[int
 
 
 def generate_batch(
-    model: PreTrainedModel,
-    processor: Any,
-    batch: dict[str, torch.Tensor],
-    **options: object,
+    model: PreTrainedModel, processor: Any, batch: dict[str, torch.Tensor], **options: object
 ) -> list[dict[str, Any]]:
     """Answer a batch of `encode_prompts`; `options` are those of transformers' `generate`.
 

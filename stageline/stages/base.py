@@ -25,11 +25,7 @@ from stageline.modules.methods import (
     forget_lengths,
     is_inside,
 )
-from stageline.modules.new_rows import (
-    NewRows,
-    set_vocab_size,
-    vocabulary_paths,
-)
+from stageline.modules.new_rows import NewRows, set_vocab_size, vocabulary_paths
 from stageline.modules.part_lora import find_targets, lora_of_parts, wrap_parts
 from stageline.modules.recompute import CheckpointMode, checkpoint_layers, tower_layers
 from stageline.modules.stage_names import Names, names_in
@@ -416,6 +412,8 @@ class StageModel(Stage):
         if logits_chunk and model.is_last and model.head_runs_alone():
             model.logits_chunk = logits_chunk
         # from the inside out: what is compiled can be recomputed, what that keeps be offloaded
+        if compile_layers or gradient_checkpointing:  # a layer that runs again fills a cache again
+            vars(model)["reads_once"] = False
         if compile_layers:
             recompute.compile_layers(model.layer_list())
         if gradient_checkpointing:

@@ -18,10 +18,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from stageline.cache_trial import cache_name
-from stageline.contracts import ROW_LENGTHS
+from stageline.contracts import ROW_LENGTHS, SHARED
 from stageline.errors import UserError
 from stageline.model_folder import (
     attention_options,
@@ -284,6 +285,15 @@ class CausalLMStage(Spliced, StageModel):
     def reads_in_pieces(self) -> bool:
         return can_be_cut(self.config)
 
+    @functools.cached_property
+    def reads_once(self) -> bool:
+        """Whether `SHARED` tokens can be read once: rows draw nothing, and experts count none."""
+        told = self.text_config.to_dict()
+        others: list[Any] = [told[name] for name in told if "drop" in name or "expert" in name]
+        others += [one.dropout for one in self.lora.values()]
+        is_text = self.auto_class is AutoModelForCausalLM
+        return is_text and self.can_decode and self.reads_in_pieces and not any(others)
+
     @property
     def short_length(self) -> int | None:
         return short_length(self.text_config)
@@ -303,6 +313,8 @@ class CausalLMStage(Spliced, StageModel):
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
     ) -> torch.Tensor | Tensors:
+        if SHARED in batch:
+            return self._read_once(hidden_or_ids, **batch)
         ids, came = hidden_or_ids, Tensors()
         statistics: torch.Tensor | None = None
         if not self.is_first:
@@ -334,6 +346,24 @@ class CausalLMStage(Spliced, StageModel):
             return made, self.router_loss.loss(statistics)
         count = sum(tensor.is_floating_point() for tensor in made)
         return (*made[:count], statistics, *made[count:])
+
+    def _read_once(self, hidden_or_ids: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
+        """Run rows, padded on the right, that begin alike: their first tokens once, then others."""
+        size, ids_BT = len(batch[SHARED]), batch.get("input_ids", hidden_or_ids)
+        num_rows, width = ids_BT.shape
+        layers: list[Any] = [DynamicLayer() for _ in range(self.num_cache_layers())]
+        cache, made = Cache(layers), list[Any]()
+        for rows, columns in ((slice(1), slice(size)), (slice(num_rows), slice(size, width))):
+            inputs: dict[str, Any] = {"input_ids": ids_BT[rows, columns], "past_key_values": cache}
+            inputs["position_ids"] = torch.arange(width, device=ids_BT.device)[None, columns]
+            # contiguous: the next stage, which gets them in a message, has no view of more
+            made.append(self.forward(hidden_or_ids[rows, columns].contiguous(), **inputs))
+            for layer in layers:  # layers of other stages only tell how long rows are
+                none = made[0][:, None, :, :1]
+                kept = (layer.keys, layer.values) if layer.is_initialized else (none, none)
+                layer.keys, layer.values = (one.expand(num_rows, -1, -1, -1) for one in kept)
+                layer.is_initialized = True
+        return torch.cat((made[0].expand(num_rows, -1, -1), made[1]), dim=1)
 
     def run(self, ids_BT: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """The model's own forward, up to logits [B, T, V] or what `finish` makes."""

@@ -324,11 +324,7 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 def check_packing(
-    model: Any,
-    *,
-    rows: int,
-    device: torch.device | str = "cpu",
-    ids_N: torch.Tensor = _FEW_IDS,
+    model: Any, *, rows: int, device: torch.device | str = "cpu", ids_N: torch.Tensor = _FEW_IDS
 ) -> None:
     """Refuse a stage in which a packed sample depends on another one.
 

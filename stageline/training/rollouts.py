@@ -9,6 +9,7 @@ each, R rewards; B rows of a micro-batch, T tokens.
 """
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -21,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 from stageline import progress
+from stageline.contracts import ROW_LENGTHS, SHARED
+from stageline.data.batches import step_maker
 from stageline.data.batches.collate_part import CollatePart, EncodedSample, as_collate_part
 from stageline.data.batches.prompts import answered, decoder_inputs, prompt_of
-from stageline.data.batches.step_maker import PackedStepMaker, StepMaker
 from stageline.data.images.images import ImageExpander
 from stageline.data.text.processor import get_tokenizer
 from stageline.distributed.ranks import Ranks
@@ -45,18 +47,9 @@ from stageline.inference.decoding.chain import (
 )
 from stageline.inference.decoding.request import Sampling
 from stageline.inference.decoding.stage_decoder import StageDecoder, answering
+from stageline.modules import policy_loss
 from stageline.modules.chunked_loss import ChunkedLogits
 from stageline.modules.lora import adapters_off
-from stageline.modules.policy_loss import (
-    ADVANTAGES,
-    IS_COUNTED,
-    IS_LEARNT,
-    OLD,
-    PLACES,
-    SAMPLED,
-    START,
-    token_log_probs,
-)
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.seeds import derive_seed, host_state_kept
 from stageline.training.evaluation import EvalResult
@@ -110,10 +103,8 @@ class StageAnswers:
                     f"stage {model.stage} keeps no keys and values (can_decode is False), so it "
                     "cannot answer. Use `train_model` causal_lm or vision_language."
                 )
-        device = runner.device
-        self.decoders = {
-            model.stage: StageDecoder(model, device=device, trains_on=True) for model in self.models
-        }
+        make = functools.partial(StageDecoder, device=runner.device, trains_on=True)
+        self.decoders = {model.stage: make(model) for model in self.models}
         ranks = {s: rank for rank in range(schedule.num_ranks) for s in schedule.stages_of(rank)}
         self.route = [ranks[stage] for stage in range(schedule.num_stages)]
         self.is_first = self.route[0] == runner.pp_rank
@@ -124,7 +115,7 @@ class StageAnswers:
             chain,
             tokenizer=get_tokenizer(processor),
             stop_ids=stop_ids,
-            device=device,
+            device=runner.device,
             lots_at_once=schedule.num_ranks,
             most_on_way=max(1, max_in_flight(schedule.num_ranks) // len(self.models)),
         )
@@ -259,15 +250,14 @@ def batches_of(
     """
     part = as_collate_part(collate)
     part = CollatePart(part.collate, encode=lambda images, sample: sample, pack=part.pack)
-    kind: type[StepMaker | PackedStepMaker] = StepMaker
+    kind: type[step_maker.StepMaker | step_maker.PackedStepMaker] = step_maker.StepMaker
     if row_capacity is not None:
-        kind = PackedStepMaker
+        kind = step_maker.PackedStepMaker
         options["capacity"] = row_capacity
         options["legal_counts"] = legal_counts
         options["agree"] = lambda step, count: max(replicas.gather(count))
-    maker = kind(_Rows(items), collate=part, **options)
     with host_state_kept():
-        return maker.make(step, [list(range(len(items)))])
+        return kind(_Rows(items), collate=part, **options).make(step, [list(range(len(items)))])
 
 
 @dataclass
@@ -447,10 +437,8 @@ class Rollouts:
         self._saved = saved.get("answers") if options.ahead else None
         self._ahead: Drawn | None = None
         self._frozen: FrozenCopy | None = None
-        self.figures: dict[str, float] = {}
-        self.seconds: dict[str, float] = {}
-        self.busy_seconds = 0.0
-        self.is_last = True
+        self.figures, self.seconds = dict[str, float](), dict[str, float]()
+        self.busy_seconds, self.is_last = 0.0, True
         self._tokenizer = get_tokenizer(answers.processor)
         expander = ImageExpander.of(answers.processor)
         self._image_ids = frozenset() if expander is None else expander.own_ids()
@@ -637,14 +625,14 @@ class Rollouts:
         rows = [-1 if one.row is None else one.row for one, *_ in answers]
         columns = {
             numbers_of(batch): torch.tensor(rows, dtype=torch.long),
-            ADVANTAGES: torch.tensor([one.advantage for one, *_ in answers]),
-            IS_LEARNT: torch.tensor([one.is_learnt for one, *_ in answers], dtype=torch.bool),
-            IS_COUNTED: torch.tensor([one.is_counted for one, *_ in answers], dtype=torch.bool),
+            policy_loss.ADVANTAGES: torch.tensor([one.advantage for one, *_ in answers]),
+            policy_loss.IS_LEARNT: torch.tensor([one.is_learnt for one, *_ in answers]).bool(),
+            policy_loss.IS_COUNTED: torch.tensor([one.is_counted for one, *_ in answers]).bool(),
         }
         if self.options.ahead:
-            columns[OLD] = torch.zeros(batch["labels"].shape)
+            columns[policy_loss.OLD] = torch.zeros(batch["labels"].shape)
             for one, row, start in answers:
-                columns[OLD][row, one.predicted(start)] = torch.tensor(one.old)
+                columns[policy_loss.OLD][row, one.predicted(start)] = torch.tensor(one.old)
         return {**batch, **columns}
 
     def _text(self, prompt: EncodedSample) -> str:
@@ -712,19 +700,24 @@ class Rollouts:
             self.on_samples(step + 1, [record for own in gathered for record in own])
 
     def _batches(self, made: Sequence[AnswerRow], step: int) -> list[MicroBatch]:
-        """Return micro-batches of answers of near-equal length, without what rewards decide."""
+        """Return micro-batches of answers, without what rewards decide."""
+        order = self._by_prompt(made)
         batches = batches_of(
-            [(None, one.encoded) for one in made],
+            [(None, made[number].encoded) for number in order or range(len(made))],
             step,
             collate=self.collate,
             micro_batch_size=self.options.micro_batch_size,
-            is_sorted=self.options.is_sorted,
+            is_sorted=self.options.is_sorted and not order,
             facts=self.facts,
             row_capacity=self.options.row_capacity,
             legal_counts=self.runner.schedule.legal_micro_batches,
             replicas=self.replicas,
         )
         for batch in batches:
+            if order:
+                batch["loss_rows"] = torch.tensor(order)[batch["loss_rows"]]
+            if order and ROW_LENGTHS in batch:
+                batch[SHARED] = torch.arange(made[int(batch["loss_rows"][0])].num_prompt - 1)
             labels_BT = batch["labels"] = batch["labels"].clone()
             sampled_BT, places_BT = torch.zeros(labels_BT.shape), torch.full_like(labels_BT, -1)
             for number, (one, row, start) in enumerate(placed(batch, made)):
@@ -734,20 +727,36 @@ class Rollouts:
                 tokens = one.predicted(start)
                 count = tokens.stop - tokens.start
                 sampled_BT[row, tokens] = torch.tensor(one.answer.log_probs[:count])
-            batch[SAMPLED] = sampled_BT
+            batch[policy_loss.SAMPLED] = sampled_BT
             if "sample_ids" in batch:
-                batch[PLACES] = places_BT
+                batch[policy_loss.PLACES] = places_BT
         return batches
+
+    def _by_prompt(self, made: Sequence[AnswerRow]) -> list[int]:
+        """Return the rows by prompt, where to read those once is less than rows of equal length."""
+        options, lengths = self.options, [len(one.encoded.rows[0]) for one in made]
+        size, is_plain = options.micro_batch_size, options.row_capacity is None
+        reads_once = is_plain and all(getattr(one, "reads_once", 0) for one in self.answers.models)
+        if options.group_size % size or not reads_once:
+            return []
+        order = sorted(range(len(made)), key=lambda n: (n // options.group_size, lengths[n]))
+        parts = [order[first : first + size] for first in range(0, len(order), size)]
+        once, each = (
+            sum(step_maker.padded_cost([lengths[n] for n in part]) for part in some)
+            for some in (parts, step_maker.group_by_length(lengths, len(parts)))
+        )
+        once -= sum((size - 1) * (made[part[0]].num_prompt - 1) for part in parts)
+        return order if once < each else []
 
     def _with_log_probs(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Add log-probabilities before the first of several steps, and of the start model."""
         found = {}
         if self.options.inner_steps > 1 and not self.options.ahead:
-            found[OLD] = self._log_probs(batches, "old")
+            found[policy_loss.OLD] = self._log_probs(batches, "old")
         if self.options.kl_beta:
             frozen = self._frozen
             with adapters_off(self.runner.local) if frozen is None else frozen.in_place():
-                found[START] = self._log_probs(batches, "start")
+                found[policy_loss.START] = self._log_probs(batches, "start")
         for name, values in found.items():
             if values is not None:
                 pairs = zip(batches, values, strict=True)
@@ -756,13 +765,12 @@ class Rollouts:
 
     def _log_probs(self, batches: list[MicroBatch], name: str) -> list[torch.Tensor] | None:
         """Return those of each micro-batch [B, T]; None where the last stage is not."""
-        began = time.perf_counter()
-        temperature = self.options.sampling_temperature
+        began, temperature = time.perf_counter(), self.options.sampling_temperature
         found: list[torch.Tensor] = []
 
         def take(output: Output, batch: MicroBatch) -> None:
             logits = self.answers.logits_of(output)
-            found.append(token_log_probs(logits, batch, temperature=temperature))
+            found.append(policy_loss.token_log_probs(logits, batch, temperature=temperature))
 
         told = StepProgress(device=self.runner.device, forward="log-probabilities")
         self.runner.evaluate(batches, on_output=take, recorder=told)
@@ -771,16 +779,14 @@ class Rollouts:
 
     def judge(self, prompts: Any) -> EvalResult:
         """Return the rewards of the likeliest answers to held-out prompts."""
-        sampling = self.options.sampling()
         lot_size = self.options.prompts_together * self.options.group_size
-        sums: list[torch.Tensor] = []
-        num_tokens = 0
+        sums, num_tokens, greedy = list[torch.Tensor](), 0, self.options.sampling()
         self.replicas.put_together()
         for rows in prompts:
             encoded = [one for row, _, one in rows if row is not None]
             if not encoded:
                 continue
-            answers, judging = self._answers_to(encoded, [(0,)] * len(encoded), sampling, lot_size)
+            answers, judging = self._answers_to(encoded, [(0,)] * len(encoded), greedy, lot_size)
             sums.append(self._judged(judging, len(encoded))[0][:, :, 0])
             num_tokens += sum(one.num_tokens for group in answers for one in group)
         own = torch.cat(sums, dim=1) if sums else torch.empty(len(self.rewards.parts), 0)

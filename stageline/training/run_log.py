@@ -370,13 +370,7 @@ class RunLog:
         self.log_step(record)
 
     def evaluated(
-        self,
-        step: int,
-        result: EvalResult,
-        *,
-        dataset: Any,
-        processor: Any,
-        is_best: bool = False,
+        self, step: int, result: EvalResult, *, dataset: Any, processor: Any, is_best: bool = False
     ) -> None:
         """Log an evaluation: figures, curve, and samples with their predictions."""
         figures: dict[str, float | bool] = {**result.named(), "num_targets": result.num_targets}

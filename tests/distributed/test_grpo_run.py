@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
+from stageline.contracts import SHARED
 from stageline.data.images.images import ImageExpander
 from stageline.modules import recompute
 from stageline.modules.policy_loss import ADVANTAGES, OLD, SAMPLED
@@ -85,8 +86,10 @@ FIGURES = ("loss", "kl", "entropy", "grad_norm", "reward", "ratio_gap")
 
 
 @pytest.mark.parametrize(("options", "ranks"), SPLITS)
-def test_every_split_draws_and_learns_the_same(job, options, ranks):
+def test_every_split_draws_and_learns_the_same(job, options, ranks, monkeypatch):
     """Two stages of 1f1b are in test_a_killed_run_goes_on_with_the_same_answers."""
+    reads_once = checked(Rollouts._batches, lambda batches: any(SHARED in one for one in batches))
+    monkeypatch.setattr(Rollouts, "_batches", reads_once)
     name = f"split {ranks} {' '.join(map(str, options))}"
     trained(job, name, *TWICE, *LORA, *options, ranks=ranks)
     assert_same_bytes(job, name, "one")
@@ -95,7 +98,7 @@ def test_every_split_draws_and_learns_the_same(job, options, ranks):
 
 @pytest.mark.parametrize(("options", "ranks"), [ZBV])
 def test_answers_packed_into_rows(job, options, ranks, monkeypatch):
-    monkeypatch.setattr(Rollouts, "_batches", packs_several(Rollouts._batches))
+    monkeypatch.setattr(Rollouts, "_batches", checked(Rollouts._batches, holds_several))
     name = f"packed {options[0]}"
     trained(job, name, *TWICE, *LORA, *options, "--packing", "--max-token-num", 96, ranks=ranks)
     assert_same_but_for_sums(job, name, "one")
@@ -116,15 +119,20 @@ def test_logits_in_chunks(job, options, ranks):
     assert_same_figures(job, name, figures, rel=1e-3, abs=1e-6)
 
 
-def packs_several(made):
-    """Return the method, with a check that some rows hold more than one answer."""
+def checked(made, holds):
+    """Return the method, with a check of its micro-batches."""
 
     def noted(self, *given):
         batches = made(self, *given)
-        assert max(batch["sample_ids"].max() for batch in batches) > 0
+        assert holds(batches)
         return batches
 
     return noted
+
+
+def holds_several(batches):
+    """Return whether some rows hold more than one answer."""
+    return max(batch["sample_ids"].max() for batch in batches) > 0
 
 
 def killed_again(job, name, options, faults):
@@ -382,7 +390,7 @@ def test_pictures_are_asked_about(family, tmp_path, monkeypatch):
         assert samples(pictured, "one") == samples(pictured, "two")
         assert records(pictured, "one")[1]["loss"] == records(pictured, "two")[1]["loss"]
     assert (tmp_path / "met").exists(), "no answer held such a token: the test shows nothing"
-    monkeypatch.setattr(Rollouts, "_batches", packs_several(made))
+    monkeypatch.setattr(Rollouts, "_batches", checked(made, holds_several))
     options += ("--packing", "--max-token-num", 256)
     trained(pictured, "packed", *options, ranks=2)
     assert samples(pictured, "packed") == samples(pictured, "one")

@@ -266,7 +266,7 @@ BUDGET = {
         3100,
         3099,
     ),
-    "stages": ("stageline/stages/", 3770, 3769),
+    "stages": ("stageline/stages/", 3793, 3793),
     "pipeline": ("stageline/pipeline/", 2000, 2000),
     "modules": ("stageline/modules/", 3900, 4168),
     "streaming": ("stageline/streaming/", 3000, 3000),

@@ -31,12 +31,7 @@ class Wire:
     """
 
     def __init__(
-        self,
-        rank: int,
-        *,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        num_kept: int,
+        self, rank: int, *, group: dist.ProcessGroup, device: torch.device, num_kept: int
     ) -> None:
         self.rank = rank
         self.group = group
@@ -207,9 +202,4 @@ def make_wire(rank: int, *, num_stages: int, num_replicas: int = 1, device: torc
     pipelines = torch.arange(num_replicas * num_stages).view(-1, num_stages).tolist()
     group, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=IDLE)
     assert group is not None  # each rank is in one of them
-    return Wire(
-        rank % num_stages,
-        group=group,
-        device=device,
-        num_kept=max_in_flight(num_stages),
-    )
+    return Wire(rank % num_stages, group=group, device=device, num_kept=max_in_flight(num_stages))

@@ -124,11 +124,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        limits: Limits,
-        *,
-        best_groups: Callable[[int], int],
-        num_stages: int,
+        self, limits: Limits, *, best_groups: Callable[[int], int], num_stages: int
     ) -> None:
         self.limits = limits
         self.best_groups = best_groups
