@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from loss_fn import sft
 from pp_models import CausalLMStage, VisionLanguageStage
+from stageline.modules.expert_weight import DENSE_BYTES, num_experts
 from stageline.modules.methods import Methods
 from stageline.modules.quantised import Quantization
 from stageline.pipeline.schedules import make_schedule
@@ -47,13 +48,17 @@ NUM_CARDS = (1, 2, 4, 8)
 SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2))  # and stages a card
 ADAPTER = {"llm_lora_num": 1, "lora_rank": 16, "frozen_lm_head": True}
 NF4 = {"methods": Methods(quantization=Quantization("nf4", double=True))}
+ON_EXPERTS = ADAPTER | {"lora_target": ["all-linear", r".*experts\.[a-z_]*proj"]}
 WAYS = {"full": {}, "LoRA": ADAPTER, "QLoRA": ADAPTER | NF4}
+# of mixtures of experts: adapters on the experts, too
+WAYS |= {"LoRA on experts": ON_EXPERTS, "QLoRA on experts": ON_EXPERTS | NF4}
 # model -> the text model whose layers it has; its tower is counted by hand
 TEXT_TWINS = {"Qwen2.5-VL-7B": "Qwen2.5-7B", "InternVL3-8B": "Qwen2.5-7B"}
 ORDER = (
     *("Qwen2.5-0.5B", "Qwen2.5-7B", "Qwen2.5-VL-7B", "Mistral-7B-v0.3", "InternVL3-8B"),
-    *("Llama-3.1-8B", "gemma-2-9b", "phi-4", "gpt-oss-20b", "Qwen3-30B-A3B"),
-    *("Qwen2.5-32B", "Llama-3.1-70B", "Qwen2.5-72B"),
+    *("Llama-3.1-8B", "gemma-2-9b", "phi-4", "gpt-oss-20b", "Gemma-4-26B-A4B"),
+    *("GLM-4.7-Flash", "Qwen3-30B-A3B", "Qwen2.5-32B", "Qwen3.5-35B-A3B"),
+    *("Llama-3.1-70B", "Qwen2.5-72B"),
 )
 
 
@@ -162,14 +167,16 @@ def count_model(name, way, folder):
 
 
 def _count(name, way, folder):
-    if name not in TEXT_TWINS and way != "QLoRA":
+    if name not in TEXT_TWINS and not way.startswith("Q"):
         ids = torch.zeros(1, TOKENS, dtype=torch.long)
         workload = Workload({"input_ids": ids, "labels": ids}, _loss_for, torch.device("cpu"))
         return count(outline_of(make_piece(name, way)), workload, flops_per_second=1e12)
     outline = outline_of(make_piece(name, way))
-    if way == "QLoRA":  # passes as LoRA's, above other weights, one of which is unpacked at a time
-        costs = count_model(name, "LoRA", folder)
+    if way.startswith("Q"):  # passes as LoRA's, above other weights, of which some are unpacked
+        costs = count_model(name, way[1:], folder)
         unpacked = 2 * largest_matrix(name)
+        if num_experts_of(name):  # as many as a GPU's grouped products take at a time
+            unpacked *= max(1, DENSE_BYTES // unpacked)
         layers = (
             replace(old, weights=new.weights, transient=old.transient + unpacked)
             for old, new in zip(costs.layers, outline.layers, strict=True)
@@ -189,6 +196,18 @@ def largest_matrix(name):
     whole = make_piece(name, "full")(stage=0, num_stages=1, partition=None, device="meta")
     weights = (p for _, layer in whole.layer_list() for p in layer.parameters() if p.ndim > 1)
     return max(math.prod(weight.shape[-2:]) for weight in weights)
+
+
+def num_experts_of(name):
+    """The number of experts of a layer; 0: it has none."""
+    whole = make_piece(name, "full")(stage=0, num_stages=1, partition=None, device="meta")
+    return max(map(num_experts, whole.modules()))
+
+
+def ways_of(name):
+    """The ways to train that a table has a column for."""
+    ways = ["full", "LoRA", "QLoRA"]
+    return [*ways, "QLoRA on experts"] if num_experts_of(name) else ways
 
 
 def _with_facts(cost, facts):
@@ -248,7 +267,7 @@ def tables(folder, names):
     """Lines of a table for each model, and of the summary of all."""
     lines, summary = [], []
     for name in names:
-        counted = {way: count_model(name, way, folder) for way in WAYS}
+        counted = {way: count_model(name, way, folder) for way in ways_of(name)}
         total = sum((c for c in counted["full"].layers), Cost()).num_parameters
         total += counted["full"].first.num_parameters + counted["full"].last.num_parameters
         total -= counted["full"].tied.num_parameters
@@ -258,11 +277,11 @@ def tables(folder, names):
             "",
             f"{total:,} parameters, {counted['full'].num_layers} layers",
         ]
-        lines += ["", "| cards | full | LoRA | QLoRA |", "|---|---|---|---|"]
-        fewest = {way: [] for way in WAYS}
+        lines += ["", f"| cards | {' | '.join(counted)} |", "|---" * (len(counted) + 1) + "|"]
+        fewest = {way: [] for way in counted}
         for card in CARDS:
             speedy = {way: at_speed(costs, card.flops_per_second) for way, costs in counted.items()}
-            is_known = dict.fromkeys(WAYS, False)
+            is_known = dict.fromkeys(counted, False)
             for num_cards in NUM_CARDS:
                 cells = []
                 for way, costs in speedy.items():
@@ -273,8 +292,8 @@ def tables(folder, names):
                         fewest[way].append(f"{num_cards} x {card.gigabytes}")
                 lines.append(f"| {num_cards} x {card.gigabytes} GB | {' | '.join(cells)} |")
                 print(name, lines[-1], flush=True)
-        told = " | ".join(", ".join(found) or "more than 8" for found in fewest.values())
-        summary.append(f"| {name} | {told} |")
+        told = [", ".join(found) or "more than 8" for found in fewest.values()]
+        summary.append(f"| {name} | {' | '.join([*told, '-'][:4])} |")
     return lines, summary
 
 

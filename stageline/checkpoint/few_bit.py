@@ -6,6 +6,7 @@ for the packed integers of GPTQ and AWQ, which one of its own packages runs: it 
 """
 
 import inspect
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightTransform
+from transformers.core_model_loading import ConversionOps, WeightRenaming, WeightTransform
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from stageline.checkpoint.adapter import base_of
+from stageline.checkpoint.files import find_checkpoint
 from stageline.errors import UserError
 from stageline.model_folder import read_json
+from stageline.modules.expert_weight import expert_parameters
+from stageline.modules.quantised import KEPT, Quantization, hold
 
-PACKED = "packed-integers"  # the key of the quantizer of this file
+PACKED, KEPT_BITS = "packed-integers", "kept-bits"  # the keys of the quantizers of this file
 
 
 def stored_settings(checkpoint: Path) -> dict[str, Any] | None:
@@ -40,11 +45,14 @@ def method_of(settings: dict[str, Any]) -> str:
     return f"bitsandbytes_{bits}" if bits else str(key)
 
 
-def dequantizing_settings(checkpoint: Path, names: Iterable[str]) -> dict[str, Any] | None:
+def dequantizing_settings(
+    checkpoint: Path, names: Iterable[str], kept: Quantization | None = None
+) -> dict[str, Any] | None:
     """Return settings by which weights are dequantized; None: they are not quantized.
 
     Args:
         names: the names in the files.
+        kept: bits that stay as they are, from `released`; others: the weights get few bits later.
 
     Raises:
         UserError: no quantizer of transformers can do it.
@@ -53,6 +61,8 @@ def dequantizing_settings(checkpoint: Path, names: Iterable[str]) -> dict[str, A
     if settings is None:
         return None
     method = method_of(settings)
+    if kept is not None and kept.kind in KEPT:
+        return {"quant_method": KEPT_BITS, "packed_by": method, "bits": kept}
     ends = ("weight_global_scale", "weight_zero_point")
     lost = [name for name in names if ".experts." in name and name.endswith(ends)]
     if method == "compressed-tensors" and lost:
@@ -72,7 +82,29 @@ def dequantizing_settings(checkpoint: Path, names: Iterable[str]) -> dict[str, A
     raise UserError(
         f"{checkpoint} is quantized by {method}, which transformers cannot dequantize. Use the "
         "checkpoint that it was made of, or one that is quantized by gptq, awq, "
-        f"{', '.join(name for name in able if name not in (PACKED, 'gguf'))}."
+        f"{', '.join(name for name in able if name not in (PACKED, KEPT_BITS, 'gguf'))}."
+    )
+
+
+def released(path: str | Path) -> Quantization:
+    """Return the bits that a stage of this folder keeps, of an adapter's those of its base.
+
+    Raises:
+        UserError: the weights are full, or in few bits that are only dequantized.
+    """
+    settings = stored_settings(base_of(find_checkpoint(path))) or {}
+    kind, block = method_of(settings), settings.get("weight_block_size")
+    is_plain = settings.get("activation_scheme") != "static" and not settings.get("expert_dtype")
+    if kind == "mxfp4":
+        return Quantization("mxfp4")
+    if kind == "fp8" and block and is_plain:
+        skipped = settings.get("modules_to_not_convert") or ["lm_head"]
+        tails = sorted({re.sub(r".*\.layers\.\d+\.", "", name) for name in skipped})
+        return Quantization("fp8", block=tuple(block), skipped=tuple(tails))
+    raise UserError(
+        f"`quantization` released keeps MXFP4, and FP8 with a scale of each block; {path} is "
+        f"{f'quantized by {kind}' if settings else 'not quantized'}. Drop `quantization`, and "
+        "full weights are read."
     )
 
 
@@ -215,3 +247,71 @@ class PackedQuantizer(HfQuantizer):
 
     def get_load_operations(self) -> dict[str, type[ConversionOps]]:
         return {"dequantize": Unpack}
+
+
+# -- bits that a stage keeps: FP8 with scales of blocks, and MXFP4 -------------------------------
+
+SCALES = {"fp8": "_scale_inv", "mxfp4": "_scales"}  # what the name of a scale adds to a weight's
+
+
+@register_quantization_config(KEPT_BITS)
+class KeptConfig(QuantizationConfigMixin):
+    """Settings of `KeptQuantizer`: the bits, as `released` gives them."""
+
+    def __init__(self, *, bits: Quantization, **_: Any) -> None:
+        self.quant_method: Any = KEPT_BITS
+        self.bits, self.dequantize = bits, True
+
+
+@register_quantizer(KEPT_BITS)
+class KeptQuantizer(HfQuantizer):
+    """Reads bits and scales as the names of a model's converters say, each a parameter."""
+
+    quantization_config: KeptConfig
+    serialized_names = {"weight": ["weight", "weight_scale_inv"]}  # noqa: RUF012 - as above
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """Return None for bits and scales, which are not cast."""
+        kind = param.get_dtype() if hasattr(param, "get_dtype") else str(param.dtype)
+        return None if "8" in kind else dtype
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Return converters of bits, of scales, and other names of both."""
+        names = [(r"^(.+)\.scale$", r"\1.weight_scale_inv"), (r"_proj_blocks$", "_proj")]
+        renamings = [WeightRenaming(source, target) for source, target in names]
+        return renamings + super().update_weight_conversions(weight_conversions, model)
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        bits = self.quantization_config.bits
+        self.kept = [
+            (module, leaf, module.get_parameter(leaf))
+            for name, module in model.named_modules()
+            for leaf in expert_parameters(module)
+            or ["weight"] * (type(module) is torch.nn.Linear and bits.takes(name))
+        ]
+        for module, leaf, weight in self.kept:
+            *lead, rows, columns = weight.shape
+            if bits.kind == "fp8":
+                stored = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+                grid = [-(-n // b) for n, b in zip((rows, columns), bits.block, strict=True)]
+                scales = stored.new_empty(*lead, *grid, dtype=torch.float32)
+            else:  # gpt-oss multiplies from the right
+                stored = weight.new_empty(*lead, columns, rows // 32, 16, dtype=torch.uint8)
+                scales = stored[..., 0]
+            module._parameters[leaf] = torch.nn.Parameter(stored, False)
+            module._parameters[leaf + SCALES[bits.kind]] = torch.nn.Parameter(scales, False)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        kind = self.quantization_config.bits.kind
+        for module, leaf, weight in self.kept:
+            parts = [module._parameters.pop(name) for name in (leaf, leaf + SCALES[kind])]
+            if weight.ndim == 2:
+                parts = [torch.nn.Parameter(one[None], False) for one in parts]
+            hold(module, leaf, parts, kind, shape=weight.shape, dtype=weight.dtype)

@@ -125,10 +125,7 @@ class ExpertWeight:
             is_packed = isinstance(base, PackedWeight)
             if name == "linear":
                 bias = rest[0] if rest else kwargs.get("bias")
-                if is_packed:
-                    result = base.mT.product(x) if bias is None else base.mT.product(x) + bias
-                else:
-                    result = func(x, base, bias)
+                result = base.mT.product(x, bias=bias) if is_packed else func(x, base, bias)
                 return weight._added(result, x, torch.matmul, True)
             if name in _PRODUCTS and not rest and not kwargs:
                 return weight._added(base.product(x) if is_packed else func(x, base), x, func)
@@ -245,12 +242,21 @@ class PackedWeight:
         made = self.matrices(range(len(self)))
         return made[0] if self.is_one else made
 
-    def product(self, x: torch.Tensor, ends: Sequence[int] | None = None) -> torch.Tensor:
-        """Return x times the matrix; `ends`: where the rows of x [N, .] for each matrix end."""
+    def product(
+        self,
+        x: torch.Tensor,
+        ends: Sequence[int] | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return x times the matrix; `ends`: where the rows of x [N, .] for each matrix end.
+
+        Args:
+            bias: frozen; added to what a single matrix gives, before that is rounded.
+        """
         rows = x.flatten(0, -2)
         if ends is None:
             ends = [len(rows) * (number + 1) // len(self) for number in range(len(self))]
-        made = _PackedProduct.apply(rows.to(self.dtype), self, tuple(ends))
+        made = _PackedProduct.apply(rows.to(self.dtype), self, tuple(ends), bias)
         return made.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
@@ -259,17 +265,28 @@ class _PackedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: PackedWeight, ends: tuple[int, ...]
+        ctx: Any,
+        x: torch.Tensor,
+        weight: PackedWeight,
+        ends: tuple[int, ...],
+        bias: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.weight, ctx.ends = weight, ends
-        return _times(x, weight, ends)
+        return _times(x, weight, ends, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _times(grads[0], ctx.weight.mT, ctx.ends), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _times(grads[0], ctx.weight.mT, ctx.ends), None, None, None
 
 
-def _times(x: torch.Tensor, weight: PackedWeight, ends: tuple[int, ...]) -> torch.Tensor:
+def _times(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    ends: tuple[int, ...],
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if bias is not None:
+        return torch.addmm(bias, x, weight.matrices([0])[0])
     made, starts = x.new_zeros(len(x), weight.size[1]), (0, *ends)
     filled = [number for number, end in enumerate(ends) if end > starts[number]]
     step = 1
