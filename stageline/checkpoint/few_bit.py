@@ -23,8 +23,7 @@ from stageline.checkpoint.adapter import base_of
 from stageline.checkpoint.files import find_checkpoint
 from stageline.errors import UserError
 from stageline.model_folder import read_json
-from stageline.modules.expert_weight import expert_parameters
-from stageline.modules.quantised import KEPT, Quantization, hold
+from stageline.modules.quantised import KEPT, Quantization, empty_bits, hold, kept_weights
 
 PACKED, KEPT_BITS = "packed-integers", "kept-bits"  # the keys of the quantizers of this file
 
@@ -156,16 +155,6 @@ def _packed_settings(checkpoint: Path, method: str, settings: dict[str, Any]) ->
     }
 
 
-@register_quantization_config(PACKED)
-class PackedConfig(QuantizationConfigMixin):
-    """Settings of `PackedQuantizer`; see `_packed_settings`."""
-
-    def __init__(self, *, packed_by: str, bits: int, zero_offset: int, **_: Any) -> None:
-        self.quant_method: Any = PACKED
-        self.packed_by, self.bits, self.zero_offset = packed_by, bits, zero_offset
-        self.dequantize = True
-
-
 class Unpack(ConversionOps):
     """Makes weights of the integers, zero points and scales of their groups."""
 
@@ -229,14 +218,17 @@ class Unpack(ConversionOps):
         raise NotImplementedError("weights are saved in full")
 
 
-@register_quantizer(PACKED)
-class PackedQuantizer(HfQuantizer):
-    """Reads GPTQ and AWQ checkpoints as full weights."""
+class FewBitConfig(QuantizationConfigMixin):
+    """Settings of a quantizer of this file."""
 
-    quantization_config: PackedConfig
-    serialized_names = {  # noqa: RUF012 - as its base class has it
-        "weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]
-    }
+    def __init__(self, **settings: Any) -> None:
+        self.__dict__.update(settings, dequantize=True)
+
+
+class FewBitQuantizer(HfQuantizer):
+    """What the quantizers of this file say of themselves."""
+
+    quantization_config: Any
 
     def is_serializable(self) -> bool:
         return True
@@ -244,43 +236,25 @@ class PackedQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True
+
+
+@register_quantizer(PACKED)
+class PackedQuantizer(FewBitQuantizer):
+    """Reads GPTQ and AWQ checkpoints as full weights; for its settings see `_packed_settings`."""
+
+    serialized_names = {  # noqa: RUF012 - as its base class has it
+        "weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]
+    }
 
     def get_load_operations(self) -> dict[str, type[ConversionOps]]:
         return {"dequantize": Unpack}
 
 
-# -- bits that a stage keeps: FP8 with scales of blocks, and MXFP4 -------------------------------
-
-SCALES = {"fp8": "_scale_inv", "mxfp4": "_scales"}  # what the name of a scale adds to a weight's
-
-
-@register_quantization_config(KEPT_BITS)
-class KeptConfig(QuantizationConfigMixin):
-    """Settings of `KeptQuantizer`: the bits, as `released` gives them."""
-
-    def __init__(self, *, bits: Quantization, **_: Any) -> None:
-        self.quant_method: Any = KEPT_BITS
-        self.bits, self.dequantize = bits, True
-
-
 @register_quantizer(KEPT_BITS)
-class KeptQuantizer(HfQuantizer):
-    """Reads bits and scales as the names of a model's converters say, each a parameter."""
+class KeptQuantizer(FewBitQuantizer):
+    """Reads bits and scales as a model's converters do weights; settings: `released` as "bits"."""
 
-    quantization_config: KeptConfig
     serialized_names = {"weight": ["weight", "weight_scale_inv"]}  # noqa: RUF012 - as above
-
-    def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        """Return None for bits and scales, which are not cast."""
-        kind = param.get_dtype() if hasattr(param, "get_dtype") else str(param.dtype)
-        return None if "8" in kind else dtype
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
         """Return converters of bits, of scales, and other names of both."""
@@ -290,28 +264,17 @@ class KeptQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         bits = self.quantization_config.bits
-        self.kept = [
-            (module, leaf, module.get_parameter(leaf))
-            for name, module in model.named_modules()
-            for leaf in expert_parameters(module)
-            or ["weight"] * (type(module) is torch.nn.Linear and bits.takes(name))
-        ]
-        for module, leaf, weight in self.kept:
-            *lead, rows, columns = weight.shape
-            if bits.kind == "fp8":
-                stored = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
-                grid = [-(-n // b) for n, b in zip((rows, columns), bits.block, strict=True)]
-                scales = stored.new_empty(*lead, *grid, dtype=torch.float32)
-            else:  # gpt-oss multiplies from the right
-                stored = weight.new_empty(*lead, columns, rows // 32, 16, dtype=torch.uint8)
-                scales = stored[..., 0]
-            module._parameters[leaf] = torch.nn.Parameter(stored, False)
-            module._parameters[leaf + SCALES[bits.kind]] = torch.nn.Parameter(scales, False)
+        end = "_scales" if bits.kind == "mxfp4" else "_scale_inv"
+        self.kept = [(*found, found[1] + end) for found in kept_weights(model, bits)]
+        for module, leaf, weight, scales in self.kept:
+            for name, value in zip((leaf, scales), empty_bits(weight, bits), strict=True):
+                module._parameters[name] = torch.nn.Parameter(value, False)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
-        kind = self.quantization_config.bits.kind
-        for module, leaf, weight in self.kept:
-            parts = [module._parameters.pop(name) for name in (leaf, leaf + SCALES[kind])]
-            if weight.ndim == 2:
-                parts = [torch.nn.Parameter(one[None], False) for one in parts]
-            hold(module, leaf, parts, kind, shape=weight.shape, dtype=weight.dtype)
+        for module, leaf, weight, scales in self.kept:
+            parts = [module.get_parameter(leaf), module._parameters.pop(scales)]
+            hold(module, leaf, parts, self.quantization_config.bits, weight)
+
+
+for _key in (PACKED, KEPT_BITS):
+    register_quantization_config(_key)(FewBitConfig)

@@ -125,7 +125,8 @@ class ExpertWeight:
             is_packed = isinstance(base, PackedWeight)
             if name == "linear":
                 bias = rest[0] if rest else kwargs.get("bias")
-                result = base.mT.product(x, bias=bias) if is_packed else func(x, base, bias)
+                packed = replace(base.mT, bias=bias) if is_packed else None
+                result = packed.product(x) if packed else func(x, base, bias)
                 return weight._added(result, x, torch.matmul, True)
             if name in _PRODUCTS and not rest and not kwargs:
                 return weight._added(base.product(x) if is_packed else func(x, base), x, func)
@@ -188,6 +189,7 @@ class PackedWeight:
         places: of the matrices that this weight stands for; None: all of them.
         is_transposed: products see what `unpack` returns transposed.
         is_one: stands for a single matrix, not for a stack of them.
+        bias: frozen; a product with a single matrix adds it before it rounds.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -198,6 +200,7 @@ class PackedWeight:
     places: Sequence[int] | None = None
     is_transposed: bool = False
     is_one: bool = False
+    bias: torch.Tensor | None = None
     requires_grad = False
 
     def __len__(self) -> int:
@@ -217,7 +220,8 @@ class PackedWeight:
 
     @property
     def mT(self) -> "PackedWeight":
-        return replace(self, size=self.size[::-1], is_transposed=not self.is_transposed)
+        turned = not self.is_transposed
+        return replace(self, size=self.size[::-1], is_transposed=turned, bias=None)
 
     def __getitem__(self, index: Any) -> "PackedWeight":
         chosen = index.tolist() if isinstance(index, torch.Tensor) else index
@@ -242,21 +246,12 @@ class PackedWeight:
         made = self.matrices(range(len(self)))
         return made[0] if self.is_one else made
 
-    def product(
-        self,
-        x: torch.Tensor,
-        ends: Sequence[int] | None = None,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return x times the matrix; `ends`: where the rows of x [N, .] for each matrix end.
-
-        Args:
-            bias: frozen; added to what a single matrix gives, before that is rounded.
-        """
+    def product(self, x: torch.Tensor, ends: Sequence[int] | None = None) -> torch.Tensor:
+        """Return x times the matrix; `ends`: where the rows of x [N, .] for each matrix end."""
         rows = x.flatten(0, -2)
         if ends is None:
             ends = [len(rows) * (number + 1) // len(self) for number in range(len(self))]
-        made = _PackedProduct.apply(rows.to(self.dtype), self, tuple(ends), bias)
+        made = _PackedProduct.apply(rows.to(self.dtype), self, tuple(ends))
         return made.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
@@ -265,28 +260,19 @@ class _PackedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: PackedWeight,
-        ends: tuple[int, ...],
-        bias: torch.Tensor | None,
+        ctx: Any, x: torch.Tensor, weight: PackedWeight, ends: tuple[int, ...]
     ) -> torch.Tensor:
         ctx.weight, ctx.ends = weight, ends
-        return _times(x, weight, ends, bias)
+        return _times(x, weight, ends)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _times(grads[0], ctx.weight.mT, ctx.ends), None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _times(grads[0], ctx.weight.mT, ctx.ends), None, None
 
 
-def _times(
-    x: torch.Tensor,
-    weight: PackedWeight,
-    ends: tuple[int, ...],
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    if bias is not None:
-        return torch.addmm(bias, x, weight.matrices([0])[0])
+def _times(x: torch.Tensor, weight: PackedWeight, ends: tuple[int, ...]) -> torch.Tensor:
+    if weight.bias is not None:
+        return torch.addmm(weight.bias, x, weight.dense())
     made, starts = x.new_zeros(len(x), weight.size[1]), (0, *ends)
     filled = [number for number, end in enumerate(ends) if end > starts[number]]
     step = 1

@@ -3,14 +3,14 @@ et al. 2023, arXiv 2305.14314).
 
 A filled stage is quantised one linear layer after the other, so both forms exist of one layer only.
 `nf4` and `int8` are layers of bitsandbytes; fused weights of experts are quantised expert by expert
-and dequantized for a product, as are the bits of a checkpoint (`fp8`, `mxfp4`) in any layer.
+and dequantized for a product, as are weights that a checkpoint has in few bits (`fp8`, `mxfp4`).
 Embedding, head, norms, routers and a vision tower stay as they are.
 """
 
 import copy
 import importlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -22,7 +22,7 @@ from stageline.errors import UserError
 from stageline.modules.expert_weight import ExpertWeight, PackedWeight, expert_parameters
 
 Kind = Literal["nf4", "int8", "released", "fp8", "mxfp4"]
-KEPT = ("fp8", "mxfp4")  # as the checkpoint has them
+KEPT = ("fp8", "mxfp4")
 NF4_BLOCK, SCALE_BLOCK = 64, 256  # nf4: weights that share a scale; scales that share a scale
 OUTLIERS = 6.0  # int8: activations above it are multiplied in half precision, as in bitsandbytes
 _ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -33,11 +33,11 @@ class Quantization:
     """Quantization of the frozen base.
 
     Attributes:
-        kind: "released" becomes that of the checkpoint when a stage is built.
+        kind: "released" becomes the checkpoint's own kind, one of KEPT, when a stage is built.
         compute_dtype: of nf4, in which layers multiply, or its name; None: that of the run.
         double: of nf4, the scales are quantised too.
         block: of fp8, rows and columns that share a scale.
-        skipped: of fp8, names of modules in a layer that have full weights, or expressions.
+        skipped: of fp8, modules of a layer with full weights: ends of names, or expressions.
     """
 
     kind: Kind
@@ -49,15 +49,6 @@ class Quantization:
     def __post_init__(self) -> None:
         if isinstance(self.compute_dtype, str):
             object.__setattr__(self, "compute_dtype", getattr(torch, self.compute_dtype))
-
-    def takes(self, name: str) -> bool:
-        """Whether a linear layer of this name gets few bits; adapters train."""
-        parts = name.split(".")
-        if self.kind not in KEPT:
-            return {"lora", *_ROUTERS}.isdisjoint(parts)
-        own = re.sub(r".*\.layers\.\d+\.", "", name)
-        skipped = any(re.fullmatch(rf"(.*\.)?({one})(\..*)?", own) for one in self.skipped)
-        return self.kind == "fp8" and "lora" not in parts and not skipped
 
 
 def quantise_layers(
@@ -78,23 +69,23 @@ def quantise_layers(
     device = torch.device(device)
     count = 0
     for layer in layers:
-        # a stage that was read has the bits of its checkpoint already
-        count += sum(getattr(module, "is_quantised", False) for module in layer.modules())
+        if quantization.kind in KEPT:
+            for module, leaf, weight in kept_weights(layer, quantization):  # for a plan
+                hold(module, leaf, empty_bits(weight, quantization), quantization, weight)
+            count += sum(getattr(module, "is_quantised", False) for module in layer.modules())
+            continue
         linears = [  # below adapters, which train
             (parent, leaf, child)
             for name, parent in layer.named_modules()
             for leaf, child in parent.named_children()
-            if type(child) is nn.Linear
-            and "weight" not in vars(child)
-            and quantization.takes(f"{name}.{leaf}")
+            if type(child) is nn.Linear and {"lora", *_ROUTERS}.isdisjoint({*name.split("."), leaf})
         ]
         for parent, leaf, linear in linears:
-            shape = linear.weight.shape
             if linear.weight.is_meta:
                 made: nn.Module = _Outline(linear, quantization)
             else:
                 made = _quantised(linear, quantization, dtype=dtype, device=device)
-            made._parameters["weight"].plain_shape = shape  # type: ignore[union-attr]
+            made.weight.plain_shape = linear.weight.shape  # type: ignore[union-attr]
             parent._modules[leaf] = made
             count += 1
         for experts in [module for module in layer.modules() if expert_parameters(module)]:
@@ -120,21 +111,24 @@ def _quantise_experts(
             shape = (-(-num_rows * num_columns // NF4_BLOCK), NF4_BLOCK) if is_nf4 else size
             num_bytes = num_experts * _num_bytes(*shape, quantization)
             packed = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
-            experts._parameters[leaf] = nn.Parameter(packed, requires_grad=False)
-            experts._parameters[leaf].plain_shape = weight.shape  # type: ignore[union-attr]
-            continue
-        parts: list[nn.Parameter] = []
-        for place, one in enumerate(weight.detach()):
-            made, codes = _packed((one.mT if turns else one).to(device), quantization)
-            # filled one by one: a list of all and their stack would be there at once
-            parts = parts or [
-                nn.Parameter(each.new_empty(num_experts, *each.shape), requires_grad=False)
-                for each in made
-            ]
-            for part, each in zip(parts, made, strict=True):
-                part.data[place] = each
-        shape, how = weight.shape, {"codes": codes, "turns": turns, "dtype": own}
-        hold(experts, leaf, parts, quantization.kind, shape=shape, **how)
+            parameter = nn.Parameter(packed, requires_grad=False)
+        else:
+            parts: list[nn.Parameter] = []
+            for place, one in enumerate(weight.detach()):
+                made, codes = _packed((one.mT if turns else one).to(device), quantization)
+                # filled one by one: a list of all and their stack would be there at once
+                parts = parts or [
+                    nn.Parameter(each.new_empty(num_experts, *each.shape), requires_grad=False)
+                    for each in made
+                ]
+                for part, each in zip(parts, made, strict=True):
+                    part.data[place] = each
+            unpack = partial(_dequantised, size=size, dtype=own)
+            base = PackedWeight(tuple(parts), codes, unpack, size, own)
+            experts.__dict__[leaf] = ExpertWeight(base.mT if turns else base)
+            parameter = parts[0]
+        parameter.plain_shape = weight.shape  # type: ignore[attr-defined]
+        experts._parameters[leaf] = parameter
     for other in experts._parameters.values():
         if other is not None and not other.is_meta:
             other.data = other.data.to(device)
@@ -144,42 +138,8 @@ def _quantise_experts(
 Tensors = tuple[torch.Tensor, ...]
 
 
-def hold(
-    module: nn.Module,
-    leaf: str,
-    parts: Sequence[nn.Parameter],
-    kind: Kind,
-    *,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    codes: Tensors = (),
-    turns: bool = False,
-) -> None:
-    """Put bits [E, ...] in the place of a weight; what reads it dequantizes.
-
-    Args:
-        parts: bits and scales; of a linear layer those of one matrix.
-        shape: of the weight.
-        turns: matrices are transposed before they are packed.
-    """
-    rows, columns = shape[:-3:-1] if turns else shape[-2:]
-    unpack = partial(_dequantised, kind=kind, size=(rows, columns), dtype=dtype)
-    base = PackedWeight(tuple(parts), codes, unpack, (rows, columns), dtype)
-    parts[0].plain_shape = torch.Size(shape)  # type: ignore[attr-defined]
-    module._parameters[leaf] = parts[0]
-    base = base[0] if len(shape) == 2 else base
-    module.__dict__ |= {leaf: ExpertWeight(base.mT if turns else base), "is_quantised": True}
-
-
 def _packed(matrix: torch.Tensor, quantization: Quantization) -> tuple[Tensors, Tensors]:
     """Return the bits of a matrix with their scales, and the tables that all matrices share."""
-    if quantization.kind == "fp8":
-        sizes = zip(matrix.shape, quantization.block, strict=True)
-        scales = matrix.new_ones([-(-size // block) for size, block in sizes], dtype=torch.float32)
-        return (matrix.to(torch.float8_e4m3fn), scales), ()
-    if quantization.kind == "mxfp4":  # of random numbers: those of a checkpoint are in few bits
-        blocks = matrix.new_zeros(matrix.shape[1], matrix.shape[0] // 32, 16, dtype=torch.uint8)
-        return (blocks, blocks[..., 0] + 127), ()
     library = _bitsandbytes(quantization.kind).functional
     if quantization.kind == "int8":
         return library.int8_vectorwise_quant(matrix.to(torch.float16).contiguous())[:2], ()
@@ -196,21 +156,12 @@ def _dequantised(
     parts: Sequence[torch.Tensor],
     codes: Sequence[torch.Tensor],
     *,
-    kind: Kind,
     size: tuple[int, int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return matrices [n, rows, columns] of the stacked parts of what `_packed` took apart."""
     values, scales, *others = parts
-    if kind == "fp8":
-        from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-        return Fp8Dequantize(None)._dequantize_one(values, scales, dtype)
-    if kind == "mxfp4":
-        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-        return convert_moe_packed_tensors(values, scales, dtype=dtype)
-    if kind == "int8":
+    if not codes:
         return (values.to(torch.float32) * (scales / 127).unsqueeze(-1)).to(dtype)
     library = importlib.import_module("bitsandbytes").functional
     if others:  # the scales are quantised too; a block of them belongs to one matrix
@@ -250,15 +201,63 @@ def _num_bytes(num_rows: int, num_columns: int, quantization: Quantization) -> i
     numbers = num_rows * num_columns
     if quantization.kind == "int8":
         return numbers + 4 * num_rows
-    if quantization.kind == "mxfp4":
-        return numbers // 2 + numbers // 32
-    if quantization.kind == "fp8":
-        rows, columns = quantization.block
-        return numbers + 4 * -(-num_rows // rows) * -(-num_columns // columns)
     num_blocks = -(-numbers // NF4_BLOCK)
     if quantization.double:  # a byte each, a float32 for a block of these, and their mean
         return -(-numbers // 2) + num_blocks + 4 * -(-num_blocks // SCALE_BLOCK) + 4
     return -(-numbers // 2) + 4 * num_blocks
+
+
+def kept_weights(
+    root: nn.Module, quantization: Quantization
+) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield module, last name and full weight of what a checkpoint has in few bits."""
+    for name, module in root.named_modules():
+        own = re.sub(r".*\.layers\.\d+\.", "", name)
+        skipped = any(re.fullmatch(rf"(.*\.)?({one})(\..*)?", own) for one in quantization.skipped)
+        is_linear = type(module) is nn.Linear and quantization.kind == "fp8" and not skipped
+        leaves = ["weight"] if is_linear and "lora" not in name.split(".") else []
+        for leaf in leaves or expert_parameters(module):
+            if leaf not in vars(module):
+                yield module, leaf, module.get_parameter(leaf)
+
+
+def empty_bits(weight: torch.Tensor, quantization: Quantization) -> list[torch.Tensor]:
+    """Return bits and scales for a weight [..., rows, columns], without their values."""
+    *lead, rows, columns = weight.shape
+    if quantization.kind == "mxfp4":  # gpt-oss multiplies from the right
+        bits = weight.new_zeros(*lead, columns, rows // 32, 16, dtype=torch.uint8)
+        return [bits, bits[..., 0] + 127]
+    grid = [
+        -(-size // block) for size, block in zip((rows, columns), quantization.block, strict=True)
+    ]
+    bits = torch.zeros_like(weight, dtype=torch.float8_e4m3fn)
+    return [bits, weight.new_ones(*lead, *grid, dtype=torch.float32)]
+
+
+def hold(
+    module: nn.Module,
+    leaf: str,
+    parts: Sequence[torch.Tensor],
+    quantization: Quantization,
+    weight: torch.Tensor,
+) -> None:
+    """Put bits and scales in the place of a weight; what reads it dequantizes."""
+
+    def unpack(parts: Sequence[torch.Tensor], _: Sequence[torch.Tensor]) -> torch.Tensor:
+        if quantization.kind == "mxfp4":
+            from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+            return convert_moe_packed_tensors(*parts, dtype=weight.dtype)
+        from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+        return Fp8Dequantize(None)._dequantize_one(*parts, weight.dtype)
+
+    is_one = weight.ndim == 2
+    held = tuple(nn.Parameter(one[None] if is_one else one, False) for one in parts)
+    held[0].plain_shape = weight.shape  # type: ignore[attr-defined]
+    module._parameters[leaf] = held[0]
+    base = PackedWeight(held, (), unpack, weight.shape[-2:], weight.dtype)
+    module.__dict__ |= {leaf: ExpertWeight(base[0] if is_one else base), "is_quantised": True}
 
 
 def plain_shape(parameter: torch.Tensor) -> torch.Size:
@@ -380,12 +379,8 @@ def _bitsandbytes(kind: str) -> Any:
 def _quantised(
     linear: nn.Linear, quantization: Quantization, *, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    sizes, weight = (linear.in_features, linear.out_features), linear.weight.detach()
-    if quantization.kind == "fp8":
-        parts = [nn.Parameter(one[None], False) for one in _packed(weight, quantization)[0]]
-        hold(linear, "weight", parts, "fp8", shape=weight.shape, dtype=dtype)
-        return linear.to(device)
     library = _bitsandbytes(quantization.kind)
+    sizes, weight = (linear.in_features, linear.out_features), linear.weight.detach()
     plain: dict[str, Any] = {"bias": linear.bias is not None, "device": "meta"}
     if quantization.kind == "nf4":
         double = quantization.double
