@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/expert_training.py [--quantization nf4]
 
-Ways of the experts are transformers' own: `eager`, `grouped_mm`, `batched_mm`. "summed" forms W + BA
-of all experts before each grouped product, as it was until 2026-11-28. All ways train the same
-model in turn, round after round; seconds are the processor's. Peak: bytes of live tensors in a step
-beyond those before it (gradients and moments are there), in a step of its own.
+Ways of the experts are transformers' own: `eager`, `grouped_mm`, `batched_mm`. "summed" forms
+W + BA of all experts before each grouped product, as it was until 2026-11-28. All ways train the
+same model in turn, round after round; seconds are the processor's. Peak: bytes of live tensors in a
+step beyond those before it (moments are there), in a step of its own.
 """
 
 import argparse

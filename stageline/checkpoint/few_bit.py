@@ -101,9 +101,8 @@ def released(path: str | Path) -> Quantization:
         tails = sorted({re.sub(r".*\.layers\.\d+\.", "", name) for name in skipped})
         return Quantization("fp8", block=tuple(block), skipped=tuple(tails))
     raise UserError(
-        f"`quantization` released keeps MXFP4, and FP8 with a scale of each block; {path} is "
-        f"{f'quantized by {kind}' if settings else 'not quantized'}. Drop `quantization`, and "
-        "full weights are read."
+        "`quantization` released keeps MXFP4, and FP8 with a scale of each block; "
+        f"{path} is {f'quantized by {kind}' if settings else 'not quantized'}. Drop `quantization`."
     )
 
 
@@ -163,12 +162,7 @@ class Unpack(ConversionOps):
 
     @torch.no_grad()
     def convert(  # type: ignore[override]
-        self,
-        input_dict: dict[str, Any],
-        *,
-        full_layer_name: str,
-        model: PreTrainedModel,
-        **_: Any,
+        self, input_dict: dict[str, Any], *, full_layer_name: str, model: PreTrainedModel, **_: Any
     ) -> dict[str, Any]:
         """Return the weight of one layer, or those of experts by their patterns."""
         dtype = model.get_parameter(full_layer_name).dtype
@@ -218,6 +212,8 @@ class Unpack(ConversionOps):
         raise NotImplementedError("weights are saved in full")
 
 
+@register_quantization_config(PACKED)
+@register_quantization_config(KEPT_BITS)
 class FewBitConfig(QuantizationConfigMixin):
     """Settings of a quantizer of this file."""
 
@@ -229,12 +225,9 @@ class FewBitQuantizer(HfQuantizer):
     """What the quantizers of this file say of themselves."""
 
     quantization_config: Any
+    is_trainable = True
 
     def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
         return True
 
 
@@ -242,9 +235,8 @@ class FewBitQuantizer(HfQuantizer):
 class PackedQuantizer(FewBitQuantizer):
     """Reads GPTQ and AWQ checkpoints as full weights; for its settings see `_packed_settings`."""
 
-    serialized_names = {  # noqa: RUF012 - as its base class has it
-        "weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]
-    }
+    # a class attribute, as its base class has it
+    serialized_names = {"weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]}  # noqa: RUF012
 
     def get_load_operations(self) -> dict[str, type[ConversionOps]]:
         return {"dequantize": Unpack}
@@ -274,7 +266,3 @@ class KeptQuantizer(FewBitQuantizer):
         for module, leaf, weight, scales in self.kept:
             parts = [module.get_parameter(leaf), module._parameters.pop(scales)]
             hold(module, leaf, parts, self.quantization_config.bits, weight)
-
-
-for _key in (PACKED, KEPT_BITS):
-    register_quantization_config(_key)(FewBitConfig)

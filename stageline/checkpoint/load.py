@@ -100,12 +100,7 @@ def returns_freed_memory() -> Iterator[None]:
         mallopt(_M_TRIM_THRESHOLD, 2 * _AFTERWARDS)
 
 
-FLOATS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def dtypes_of(files: dict[str, Path]) -> dict[str, str]:

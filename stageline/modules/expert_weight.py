@@ -131,11 +131,9 @@ class ExpertWeight:
             if name in _PRODUCTS and not rest and not kwargs:
                 return weight._added(base.product(x) if is_packed else func(x, base), x, func)
             if name in _GROUPED and not rest and kwargs.keys() == {"offs"}:
-                if is_packed:
-                    result = base.product(x, kwargs["offs"].tolist())
-                else:
-                    result = func(x, base, **kwargs)
-                return weight._added(result, x, _grouped(func, kwargs["offs"]))
+                ends = kwargs["offs"]
+                result = base.product(x, ends.tolist()) if is_packed else func(x, base, offs=ends)
+                return weight._added(result, x, _grouped(func, ends))
         if len(args) == 2 and isinstance(args[0], cls) and name in _PRODUCTS and not kwargs:
             weight, x = args
             if isinstance(x, torch.Tensor):  # W x = (x^T W^T)^T

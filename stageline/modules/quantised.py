@@ -227,9 +227,7 @@ def empty_bits(weight: torch.Tensor, quantization: Quantization) -> list[torch.T
     if quantization.kind == "mxfp4":  # gpt-oss multiplies from the right
         bits = weight.new_zeros(*lead, columns, rows // 32, 16, dtype=torch.uint8)
         return [bits, bits[..., 0] + 127]
-    grid = [
-        -(-size // block) for size, block in zip((rows, columns), quantization.block, strict=True)
-    ]
+    grid = [-(-n // b) for n, b in zip((rows, columns), quantization.block, strict=True)]
     bits = torch.zeros_like(weight, dtype=torch.float8_e4m3fn)
     return [bits, weight.new_ones(*lead, *grid, dtype=torch.float32)]
 
