@@ -235,7 +235,6 @@ class FewBitQuantizer(HfQuantizer):
 class PackedQuantizer(FewBitQuantizer):
     """Reads GPTQ and AWQ checkpoints as full weights; for its settings see `_packed_settings`."""
 
-    # a class attribute, as its base class has it
     serialized_names = {"weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]}  # noqa: RUF012
 
     def get_load_operations(self) -> dict[str, type[ConversionOps]]:

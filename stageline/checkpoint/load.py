@@ -156,8 +156,7 @@ def fill_stage(
     """
     if not is_bare:
         # whole weights stay on the host; quantization then moves one layer at a time
-        bits = model.methods.quantization
-        first = "cpu" if bits and bits.kind not in KEPT else device
+        first = "cpu" if getattr(model.methods.quantization, "kind", "fp8") not in KEPT else device
         if checkpoint_path is None:
             init_split_model(model, seed=seed, device=first, dtype=dtype)
         else:
