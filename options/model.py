@@ -197,8 +197,7 @@ class TrainedOptions(Options):
     fp32: Float32Settings = mapping(Float32Settings)
     quantization: Literal["nf4", "int8", "released"] | None = option(
         None,
-        "bits of the frozen base model under LoRA: bitsandbytes' nf4 or int8, released = the "
-        "checkpoint's own FP8 or MXFP4",
+        "bits of the frozen base under LoRA; released = the checkpoint's own FP8 or MXFP4",
         needs=("--llm-lora-num 1 or --vocab.train_new", "--model-path FOLDER"),
         excludes=("--dp-shard",),
     )

@@ -22,7 +22,6 @@ class Loader:
 
     start: Callable[[dict[str, Any]], Any]  # takes its options -> adapters that a stage begins with
     num_rows: Callable[..., int]  # folder -> rows of the vocabulary
-    released: Callable[..., Any]  # folder -> the bits that its weights keep
     fill: Callable[..., None]  # stage, its checkpoint or None: the weights that it owns
     processor: Callable[..., Any]  # folder -> tokenizer or processor
     processor_of_weights: Callable[..., Any | None]  # the same; None: the folder has none

@@ -86,11 +86,7 @@ def dequantizing_settings(
 
 
 def released(path: str | Path) -> Quantization:
-    """Return the bits that a stage of this folder keeps, of an adapter's those of its base.
-
-    Raises:
-        UserError: the weights are full, or in few bits that are only dequantized.
-    """
+    """Return the bits that stages of a folder, or of its base, keep; UserError if they cannot."""
     settings = stored_settings(base_of(find_checkpoint(path))) or {}
     kind, block = method_of(settings), settings.get("weight_block_size")
     is_plain = settings.get("activation_scheme") != "static" and not settings.get("expert_dtype")
@@ -221,37 +217,35 @@ class FewBitConfig(QuantizationConfigMixin):
         self.__dict__.update(settings, dequantize=True)
 
 
-class FewBitQuantizer(HfQuantizer):
-    """What the quantizers of this file say of themselves."""
+@register_quantizer(PACKED)
+class PackedQuantizer(HfQuantizer):
+    """Reads GPTQ and AWQ checkpoints as full weights; for its settings see `_packed_settings`."""
 
     quantization_config: Any
     is_trainable = True
+    serialized_names = {"weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]}  # noqa: RUF012
 
     def is_serializable(self) -> bool:
         return True
-
-
-@register_quantizer(PACKED)
-class PackedQuantizer(FewBitQuantizer):
-    """Reads GPTQ and AWQ checkpoints as full weights; for its settings see `_packed_settings`."""
-
-    serialized_names = {"weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]}  # noqa: RUF012
 
     def get_load_operations(self) -> dict[str, type[ConversionOps]]:
         return {"dequantize": Unpack}
 
 
 @register_quantizer(KEPT_BITS)
-class KeptQuantizer(FewBitQuantizer):
+class KeptQuantizer(PackedQuantizer):
     """Reads bits and scales as a model's converters do weights; settings: `released` as "bits"."""
 
     serialized_names = {"weight": ["weight", "weight_scale_inv"]}  # noqa: RUF012 - as above
 
+    def get_load_operations(self) -> dict[str, type[ConversionOps]]:
+        return {}
+
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Return converters of bits, of scales, and other names of both."""
         names = [(r"^(.+)\.scale$", r"\1.weight_scale_inv"), (r"_proj_blocks$", "_proj")]
-        renamings = [WeightRenaming(source, target) for source, target in names]
-        return renamings + super().update_weight_conversions(weight_conversions, model)
+        return [WeightRenaming(*one) for one in names] + super().update_weight_conversions(
+            weight_conversions, model
+        )
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         bits = self.quantization_config.bits

@@ -10,6 +10,7 @@ import ctypes
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,12 @@ from transformers.utils import logging as transformers_logging
 
 from stageline.checkpoint.adapter import find_base, untie_if_changed
 from stageline.checkpoint.adapter_start import AdapterStart
-from stageline.checkpoint.few_bit import dequantizing_settings, finish_dequantized, method_of
+from stageline.checkpoint.few_bit import (
+    dequantizing_settings,
+    finish_dequantized,
+    method_of,
+    released,
+)
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     find_checkpoint,
@@ -154,6 +160,9 @@ def fill_stage(
         checkpoint_path: None: the seed gives the weights.
         is_bare: it stays on meta.
     """
+    if getattr(model.methods.quantization, "kind", None) == "released":
+        bits = released(checkpoint_path or model.config.name_or_path)
+        model.methods = replace(model.methods, quantization=bits)
     if not is_bare:
         # whole weights stay on the host; quantization then moves one layer at a time
         first = "cpu" if getattr(model.methods.quantization, "kind", "fp8") not in KEPT else device

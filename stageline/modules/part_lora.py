@@ -133,7 +133,7 @@ def find_targets(
         if not chosen - excluded:
             raise _no_match(part, one, names, experts)
         chosen -= excluded
-        # what cannot be split into a product for each expert, which peft refuses too
+        # these cannot be split into a product for each expert; peft refuses them too
         kinds = {
             f"`lora_dropout` {one.dropout:g}": one.dropout > 0,
             "`use_dora`": one.use_dora,

@@ -3,8 +3,8 @@ et al. 2023, arXiv 2305.14314).
 
 A filled stage is quantised one linear layer after the other, so both forms exist of one layer only.
 `nf4` and `int8` are layers of bitsandbytes; fused weights of experts are quantised expert by expert
-and dequantized for a product, as are weights that a checkpoint has in few bits (`fp8`, `mxfp4`).
-Embedding, head, norms, routers and a vision tower stay as they are.
+and dequantized for a product, as are `fp8` and `mxfp4` of a checkpoint. Embedding, head, norms,
+routers and a vision tower stay as they are.
 """
 
 import copy
@@ -213,9 +213,10 @@ def kept_weights(
     """Yield module, last name and full weight of what a checkpoint has in few bits."""
     for name, module in root.named_modules():
         own = re.sub(r".*\.layers\.\d+\.", "", name)
-        skipped = any(re.fullmatch(rf"(.*\.)?({one})(\..*)?", own) for one in quantization.skipped)
-        is_linear = type(module) is nn.Linear and quantization.kind == "fp8" and not skipped
-        leaves = ["weight"] if is_linear and "lora" not in name.split(".") else []
+        if any(re.fullmatch(rf"(.*\.)?({one})(\..*)?", own) for one in quantization.skipped):
+            continue
+        is_kept = type(module) is nn.Linear and "lora" not in name.split(".")
+        leaves = ["weight"] if is_kept and quantization.kind == "fp8" else []
         for leaf in leaves or expert_parameters(module):
             if leaf not in vars(module):
                 yield module, leaf, module.get_parameter(leaf)
@@ -228,8 +229,7 @@ def empty_bits(weight: torch.Tensor, quantization: Quantization) -> list[torch.T
         bits = weight.new_zeros(*lead, columns, rows // 32, 16, dtype=torch.uint8)
         return [bits, bits[..., 0] + 127]
     grid = [-(-n // b) for n, b in zip((rows, columns), quantization.block, strict=True)]
-    bits = torch.zeros_like(weight, dtype=torch.float8_e4m3fn)
-    return [bits, weight.new_ones(*lead, *grid, dtype=torch.float32)]
+    return [weight.to(torch.float8_e4m3fn), weight.new_ones(*lead, *grid, dtype=torch.float32)]
 
 
 def hold(
@@ -245,16 +245,16 @@ def hold(
         if quantization.kind == "mxfp4":
             from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-            return convert_moe_packed_tensors(*parts, dtype=weight.dtype)
+            return convert_moe_packed_tensors(*parts, dtype=dtype)
         from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-        return Fp8Dequantize(None)._dequantize_one(*parts, weight.dtype)
+        return Fp8Dequantize(None)._dequantize_one(*parts, dtype)
 
-    is_one = weight.ndim == 2
+    is_one, dtype = weight.ndim == 2, weight.dtype
     held = tuple(nn.Parameter(one[None] if is_one else one, False) for one in parts)
     held[0].plain_shape = weight.shape  # type: ignore[attr-defined]
     module._parameters[leaf] = held[0]
-    base = PackedWeight(held, (), unpack, weight.shape[-2:], weight.dtype)
+    base = PackedWeight(held, (), unpack, weight.shape[-2:], dtype)
     module.__dict__ |= {leaf: ExpertWeight(base[0] if is_one else base), "is_quantised": True}
 
 

@@ -7,7 +7,6 @@ Shapes: B samples of a micro-batch, T tokens, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -399,10 +398,7 @@ class StageModel(Stage):
             folder, code = Path(checkpoint_path), trust_remote_code
             if saved := disk.num_rows(folder, of_base=True, trust_remote_code=code):
                 set_vocab_size(config, saved)
-        methods = Methods.of(methods)
-        if methods.quantization is not None and methods.quantization.kind == "released":
-            methods = replace(methods, quantization=disk.released(config_path))
-        facts = methods.prepare(config)
+        facts = (methods := Methods.of(methods)).prepare(config)
         # the stage and its weights
         asked = {"is_piece": is_piece, "methods": methods.is_asked and methods, "loader": loader}
         model_kwargs |= {name: value for name, value in asked.items() if value}

@@ -2,7 +2,6 @@
 
 from stageline.checkpoint.adapter import num_rows_on_disk
 from stageline.checkpoint.adapter_start import AdapterStart
-from stageline.checkpoint.few_bit import released
 from stageline.checkpoint.load import fill_stage
 from stageline.data.text.chat import stop_ids_with
 from stageline.data.text.processor import get_pad_token_id, load_processor, save_processor
@@ -15,7 +14,6 @@ def folder_loader() -> Loader:
     return Loader(
         start=AdapterStart.of,
         num_rows=num_rows_on_disk,
-        released=released,
         fill=fill_stage,
         processor=load_processor,
         processor_of_weights=processor_of_weights,
