@@ -32,13 +32,13 @@ def token_losses(logits_BTV: torch.Tensor | ChunkedLogits, micro_batch: MicroBat
     """Next-token cross-entropy of each token in float32, [B, T]; 0 outside of the loss."""
 
     def losses_of(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-        exact_NV, given = at_least_float32(logits_NV), {"ignore_index": IGNORE}
-        return functional.cross_entropy(exact_NV, labels_N, reduction="none", **given)[:, None]
+        exact_NV = at_least_float32(logits_NV)
+        every = functional.cross_entropy(exact_NV, labels_N, ignore_index=IGNORE, reduction="none")
+        return every[:, None]
 
     labels_BT = next_labels(micro_batch)
     if isinstance(logits_BTV, ChunkedLogits):
-        places_N = micro_batch.get(TARGETS)
-        return logits_BTV.by_token(losses_of, labels_BT, places_N=places_N)[..., 0]
+        return logits_BTV.by_token(losses_of, labels_BT, places_N=micro_batch.get(TARGETS))[..., 0]
     return losses_of(logits_BTV.flatten(0, 1), labels_BT.flatten()).view(logits_BTV.shape[:2])
 
 

@@ -248,13 +248,13 @@ def hold(
             return convert_moe_packed_tensors(*parts, dtype=dtype)
         from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-        return Fp8Dequantize(None)._dequantize_one(*parts, dtype)
+        return Fp8Dequantize(None)._dequantize_one(parts[0], parts[1], dtype)
 
     is_one, dtype = weight.ndim == 2, weight.dtype
     held = tuple(nn.Parameter(one[None] if is_one else one, False) for one in parts)
     held[0].plain_shape = weight.shape  # type: ignore[attr-defined]
     module._parameters[leaf] = held[0]
-    base = PackedWeight(held, (), unpack, weight.shape[-2:], dtype)
+    base = PackedWeight(held, (), unpack, (weight.shape[-2], weight.shape[-1]), dtype)
     module.__dict__ |= {leaf: ExpertWeight(base[0] if is_one else base), "is_quantised": True}
 
 
