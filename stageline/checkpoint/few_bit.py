@@ -257,5 +257,5 @@ class KeptQuantizer(PackedQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         for module, leaf, weight, scales in self.kept:
-            parts = [module.get_parameter(leaf), module._parameters.pop(scales)]
+            parts: Any = [module.get_parameter(leaf), module._parameters.pop(scales)]
             hold(module, leaf, parts, self.quantization_config.bits, weight)

@@ -161,7 +161,7 @@ def fill_stage(
         is_bare: it stays on meta.
     """
     if getattr(model.methods.quantization, "kind", None) == "released":
-        bits = released(checkpoint_path or model.config.name_or_path)
+        bits = released(str(checkpoint_path or model.config.name_or_path))
         model.methods = replace(model.methods, quantization=bits)
     if not is_bare:
         # whole weights stay on the host; quantization then moves one layer at a time
