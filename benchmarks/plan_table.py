@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from loss_fn import sft
 from pp_models import CausalLMStage, VisionLanguageStage
+from stageline.modules.expert_weight import DENSE_BYTES, num_experts
 from stageline.modules.methods import Methods
 from stageline.modules.quantised import Quantization
 from stageline.pipeline.schedules import make_schedule
@@ -47,13 +48,17 @@ NUM_CARDS = (1, 2, 4, 8)
 SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2))  # and stages a card
 ADAPTER = {"llm_lora_num": 1, "lora_rank": 16, "frozen_lm_head": True}
 NF4 = {"methods": Methods(quantization=Quantization("nf4", double=True))}
+ON_EXPERTS = ADAPTER | {"lora_target": ["all-linear", r".*experts\.[a-z_]*proj"]}
 WAYS = {"full": {}, "LoRA": ADAPTER, "QLoRA": ADAPTER | NF4}
+# of mixtures of experts: adapters on the experts, too
+WAYS |= {"LoRA on experts": ON_EXPERTS, "QLoRA on experts": ON_EXPERTS | NF4}
 # model -> the text model whose layers it has; its tower is counted by hand
 TEXT_TWINS = {"Qwen2.5-VL-7B": "Qwen2.5-7B", "InternVL3-8B": "Qwen2.5-7B"}
 ORDER = (
     *("Qwen2.5-0.5B", "Qwen2.5-7B", "Qwen2.5-VL-7B", "Mistral-7B-v0.3", "InternVL3-8B"),
-    *("Llama-3.1-8B", "gemma-2-9b", "phi-4", "gpt-oss-20b", "Qwen3-30B-A3B"),
-    *("Qwen2.5-32B", "Llama-3.1-70B", "Qwen2.5-72B"),
+    *("Llama-3.1-8B", "gemma-2-9b", "phi-4", "gpt-oss-20b", "Gemma-4-26B-A4B"),
+    *("GLM-4.7-Flash", "Qwen3-30B-A3B", "Qwen2.5-32B", "Qwen3.5-35B-A3B"),
+    *("Llama-3.1-70B", "Qwen2.5-72B"),
 )
 
 
@@ -162,14 +167,16 @@ def count_model(name, way, folder):
 
 
 def _count(name, way, folder):
-    if name not in TEXT_TWINS and way != "QLoRA":
+    if name not in TEXT_TWINS and not way.startswith("Q"):
         ids = torch.zeros(1, TOKENS, dtype=torch.long)
         workload = Workload({"input_ids": ids, "labels": ids}, _loss_for, torch.device("cpu"))
         return count(outline_of(make_piece(name, way)), workload, flops_per_second=1e12)
     outline = outline_of(make_piece(name, way))
-    if way == "QLoRA":  # passes as LoRA's, above other weights, one of which is unpacked at a time
-        costs = count_model(name, "LoRA", folder)
+    if way.startswith("Q"):  # passes as LoRA's, above other weights, of which some are unpacked
+        costs = count_model(name, way[1:], folder)
         unpacked = 2 * largest_matrix(name)
+        if num_experts_of(name):  # as many as a GPU's grouped products take at a time
+            unpacked *= max(1, DENSE_BYTES // unpacked)
         layers = (
             replace(old, weights=new.weights, transient=old.transient + unpacked)
             for old, new in zip(costs.layers, outline.layers, strict=True)
@@ -189,6 +196,18 @@ def largest_matrix(name):
     whole = make_piece(name, "full")(stage=0, num_stages=1, partition=None, device="meta")
     weights = (p for _, layer in whole.layer_list() for p in layer.parameters() if p.ndim > 1)
     return max(math.prod(weight.shape[-2:]) for weight in weights)
+
+
+def num_experts_of(name):
+    """The number of experts of a layer; 0: it has none."""
+    whole = make_piece(name, "full")(stage=0, num_stages=1, partition=None, device="meta")
+    return max(map(num_experts, whole.modules()))
+
+
+def ways_of(name):
+    """The ways to train that a table has a column for."""
+    ways = ["full", "LoRA", "QLoRA"]
+    return [*ways, "QLoRA on experts"] if num_experts_of(name) else ways
 
 
 def _with_facts(cost, facts):
@@ -248,7 +267,7 @@ def tables(folder, names):
     """Lines of a table for each model, and of the summary of all."""
     lines, summary = [], []
     for name in names:
-        counted = {way: count_model(name, way, folder) for way in WAYS}
+        counted = {way: count_model(name, way, folder) for way in ways_of(name)}
         total = sum((c for c in counted["full"].layers), Cost()).num_parameters
         total += counted["full"].first.num_parameters + counted["full"].last.num_parameters
         total -= counted["full"].tied.num_parameters
@@ -258,11 +277,11 @@ def tables(folder, names):
             "",
             f"{total:,} parameters, {counted['full'].num_layers} layers",
         ]
-        lines += ["", "| cards | full | LoRA | QLoRA |", "|---|---|---|---|"]
-        fewest = {way: [] for way in WAYS}
+        lines += ["", f"| cards | {' | '.join(counted)} |", "|---" * (len(counted) + 1) + "|"]
+        fewest = {way: [] for way in counted}
         for card in CARDS:
             speedy = {way: at_speed(costs, card.flops_per_second) for way, costs in counted.items()}
-            is_known = dict.fromkeys(WAYS, False)
+            is_known = dict.fromkeys(counted, False)
             for num_cards in NUM_CARDS:
                 cells = []
                 for way, costs in speedy.items():
@@ -273,14 +292,14 @@ def tables(folder, names):
                         fewest[way].append(f"{num_cards} x {card.gigabytes}")
                 lines.append(f"| {num_cards} x {card.gigabytes} GB | {' | '.join(cells)} |")
                 print(name, lines[-1], flush=True)
-        told = " | ".join(", ".join(found) or "more than 8" for found in fewest.values())
-        summary.append(f"| {name} | {told} |")
+        told = [", ".join(found) or "more than 8" for found in fewest.values()]
+        summary.append(f"| {name} | {' | '.join([*told, '-'][:4])} |")
     return lines, summary
 
 
 HEAD = """# Which model trains on which GPUs
 
-After this page you know how many GPUs of 24, 48 or 80 GB thirteen well-known models need. For your
+After this page you know how many GPUs of 24, 48 or 80 GB sixteen well-known models need. For your
 model, data and GPUs:
 
 ```bash
@@ -296,8 +315,10 @@ A step has {samples} sequences of {tokens} tokens, one per micro-batch, with `--
 --gradient-checkpointing`, and AdamW with float32 moments and master weights (18 bytes per trained
 parameter with its gradient). LoRA has rank 16 on every linear layer of the language model; QLoRA
 adds `--quantization nf4 --double-quantization`, which leaves embeddings, LM head and routers in
-bf16; experts are quantized one by one, and get no adapter. Vision towers are frozen and see one
-image of 448 x 448 pixels; their activations are not counted.
+bf16. Experts are quantized one by one, and get adapters only in the column "QLoRA on experts"
+(`--lora.target 'all-linear,.*experts\\.[a-z_]*proj'`). Vision towers are frozen and see one
+image of 448 x 448 pixels; their activations are not counted. Of Gemma 4 and Qwen3.5 it is the text
+model, and GLM-4.7-Flash is without its layer for drafts.
 Every GPU is a rank of one pipeline, and is full at 95 % of the memory that its driver
 shows.
 
@@ -307,19 +328,31 @@ in turn and `zbv` folds them. "no" has the peak that would be needed; shorter se
 `--logits-chunk`, `--optimizer adamw_8bit` or [streaming](streaming.md) may help. Where a few GPUs
 are enough, more are better used as [replicas](choosing.md).
 
-Two rows by hand. A matrix of n numbers in nf4 has n/2 bytes, a scale of one byte for each 64, and
+Five rows by hand. A matrix of n numbers in nf4 has n/2 bytes, a scale of one byte for each 64, and
 4 bytes for each 256 scales and 4 for their mean. In a layer of Qwen3-30B-A3B, 128 experts of
 1,536 x 2,048 and 2,048 x 768 are 603,979,776 numbers in 311,575,552 bytes; attention has 9,736,720
 bytes, router and norms in bf16 532,992, and 278,528 numbers of LoRA 557,056. That is 322,402,320
 bytes, and 15,475,311,360 for 48 layers; in bf16 the experts take 57,982,058,496. In a layer of
 gpt-oss-20b, 32 experts of 2,880 x 5,760 and 2,880 x 2,880 are 410,767,616 bytes, attention
-13,692,256, biases, router and norms 764,992, LoRA 663,552: 10,221,321,984 for 24 layers. Both
-equal the planner's weights to the byte. Embedding and LM head add 1.2 GiB and 2.2 GiB in bf16.
+13,692,256, biases, router and norms 764,992, LoRA 663,552: 10,221,321,984 for 24 layers. In one of
+GLM-4.7-Flash 64 experts of 3,072 x 2,048 and 2,048 x 1,536 are 311,575,040 bytes, latent attention
+11,224,276, the shared expert 4,868,364, router and norms 272,896, LoRA 1,239,040: 329,179,616 in
+each of 46, and 45,765,344 in the first, which is dense. In one of Qwen3.5-35B-A3B 256 experts of
+1,024 x 2,048 and 2,048 x 512 are 415,434,752, linear attention 17,377,332, the shared expert
+1,622,796, the rest in bf16 1,126,784, LoRA 1,165,344: 436,727,008 in each of 30; full attention
+takes 14,064,144, the rest 1,061,888, LoRA 999,456: 433,183,036 in each of 10. In one of
+Gemma-4-26B-A4B 128 experts of 1,408 x 2,816 and 2,816 x 704 are 392,714,752, sliding attention
+17,850,640, the MLP 9,204,240, the rest 767,232, LoRA 1,320,960: 421,857,824 in each of 25, and
+429,370,332 in each of 5 with full attention. Adapters on experts add 32 bytes for each row and each
+column of an expert's matrices: 26,214,400 in a layer of Qwen3-30B-A3B, 14,745,600 of gpt-oss-20b,
+17,825,792 of GLM-4.7-Flash, 46,137,344 of Qwen3.5 and 31,719,424 of Gemma 4. All equal
+the planner's weights to the byte. Embedding and LM head are in bf16: 1.2 GiB for
+Qwen3-30B-A3B and GLM-4.7-Flash, 2.2 for gpt-oss, 1.9 for Qwen3.5, 1.4 for Gemma 4.
 
 The fewest GPUs of each size (number x GB; more than eight of a size that is missing):
 
-| model | full | LoRA | QLoRA |
-|---|---|---|---|"""
+| model | full | LoRA | QLoRA | QLoRA on experts |
+|---|---|---|---|---|"""
 
 
 def main():

@@ -195,9 +195,9 @@ class TrainedOptions(Options):
     neftune_alpha: float = option(0.0, "NEFTune noise (often 5, 0 = off)", ge=0, to="train_model?")
     rope_scaling: RopeScaling | None = option(None, "RoPE scaling beyond the model's positions")
     fp32: Float32Settings = mapping(Float32Settings)
-    quantization: Literal["nf4", "int8"] | None = option(
+    quantization: Literal["nf4", "int8", "released"] | None = option(
         None,
-        "bitsandbytes type of the frozen base model under LoRA",
+        "bits of the frozen base under LoRA; released = the checkpoint's own FP8 or MXFP4",
         needs=("--llm-lora-num 1 or --vocab.train_new", "--model-path FOLDER"),
         excludes=("--dp-shard",),
     )

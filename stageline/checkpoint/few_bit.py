@@ -6,6 +6,7 @@ for the packed integers of GPTQ and AWQ, which one of its own packages runs: it 
 """
 
 import inspect
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightTransform
+from transformers.core_model_loading import ConversionOps, WeightRenaming, WeightTransform
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from stageline.checkpoint.adapter import base_of
+from stageline.checkpoint.files import find_checkpoint
 from stageline.errors import UserError
 from stageline.model_folder import read_json
+from stageline.modules.quantised import KEPT, Quantization, empty_bits, hold, kept_weights
 
-PACKED = "packed-integers"  # the key of the quantizer of this file
+PACKED, KEPT_BITS = "packed-integers", "kept-bits"  # the keys of the quantizers of this file
 
 
 def stored_settings(checkpoint: Path) -> dict[str, Any] | None:
@@ -40,11 +44,14 @@ def method_of(settings: dict[str, Any]) -> str:
     return f"bitsandbytes_{bits}" if bits else str(key)
 
 
-def dequantizing_settings(checkpoint: Path, names: Iterable[str]) -> dict[str, Any] | None:
+def dequantizing_settings(
+    checkpoint: Path, names: Iterable[str], kept: Quantization | None = None
+) -> dict[str, Any] | None:
     """Return settings by which weights are dequantized; None: they are not quantized.
 
     Args:
         names: the names in the files.
+        kept: bits that stay as they are, from `released`; others: the weights get few bits later.
 
     Raises:
         UserError: no quantizer of transformers can do it.
@@ -53,6 +60,8 @@ def dequantizing_settings(checkpoint: Path, names: Iterable[str]) -> dict[str, A
     if settings is None:
         return None
     method = method_of(settings)
+    if kept is not None and kept.kind in KEPT:
+        return {"quant_method": KEPT_BITS, "packed_by": method, "bits": kept}
     ends = ("weight_global_scale", "weight_zero_point")
     lost = [name for name in names if ".experts." in name and name.endswith(ends)]
     if method == "compressed-tensors" and lost:
@@ -72,7 +81,24 @@ def dequantizing_settings(checkpoint: Path, names: Iterable[str]) -> dict[str, A
     raise UserError(
         f"{checkpoint} is quantized by {method}, which transformers cannot dequantize. Use the "
         "checkpoint that it was made of, or one that is quantized by gptq, awq, "
-        f"{', '.join(name for name in able if name not in (PACKED, 'gguf'))}."
+        f"{', '.join(name for name in able if name not in (PACKED, KEPT_BITS, 'gguf'))}."
+    )
+
+
+def released(path: str | Path) -> Quantization:
+    """Return the bits that stages of a folder, or of its base, keep; UserError if they cannot."""
+    settings = stored_settings(base_of(find_checkpoint(path))) or {}
+    kind, block = method_of(settings), settings.get("weight_block_size")
+    is_plain = settings.get("activation_scheme") != "static" and not settings.get("expert_dtype")
+    if kind == "mxfp4":
+        return Quantization("mxfp4")
+    if kind == "fp8" and block and is_plain:
+        skipped = settings.get("modules_to_not_convert") or ["lm_head"]
+        tails = sorted({re.sub(r".*\.layers\.\d+\.", "", name) for name in skipped})
+        return Quantization("fp8", block=tuple(block), skipped=tuple(tails))
+    raise UserError(
+        "`quantization` released keeps MXFP4, and FP8 with a scale of each block; "
+        f"{path} is {f'quantized by {kind}' if settings else 'not quantized'}. Drop `quantization`."
     )
 
 
@@ -124,16 +150,6 @@ def _packed_settings(checkpoint: Path, method: str, settings: dict[str, Any]) ->
     }
 
 
-@register_quantization_config(PACKED)
-class PackedConfig(QuantizationConfigMixin):
-    """Settings of `PackedQuantizer`; see `_packed_settings`."""
-
-    def __init__(self, *, packed_by: str, bits: int, zero_offset: int, **_: Any) -> None:
-        self.quant_method: Any = PACKED
-        self.packed_by, self.bits, self.zero_offset = packed_by, bits, zero_offset
-        self.dequantize = True
-
-
 class Unpack(ConversionOps):
     """Makes weights of the integers, zero points and scales of their groups."""
 
@@ -142,12 +158,7 @@ class Unpack(ConversionOps):
 
     @torch.no_grad()
     def convert(  # type: ignore[override]
-        self,
-        input_dict: dict[str, Any],
-        *,
-        full_layer_name: str,
-        model: PreTrainedModel,
-        **_: Any,
+        self, input_dict: dict[str, Any], *, full_layer_name: str, model: PreTrainedModel, **_: Any
     ) -> dict[str, Any]:
         """Return the weight of one layer, or those of experts by their patterns."""
         dtype = model.get_parameter(full_layer_name).dtype
@@ -197,21 +208,54 @@ class Unpack(ConversionOps):
         raise NotImplementedError("weights are saved in full")
 
 
+@register_quantization_config(PACKED)
+@register_quantization_config(KEPT_BITS)
+class FewBitConfig(QuantizationConfigMixin):
+    """Settings of a quantizer of this file."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.__dict__.update(settings, dequantize=True)
+
+
 @register_quantizer(PACKED)
 class PackedQuantizer(HfQuantizer):
-    """Reads GPTQ and AWQ checkpoints as full weights."""
+    """Reads GPTQ and AWQ checkpoints as full weights; for its settings see `_packed_settings`."""
 
-    quantization_config: PackedConfig
-    serialized_names = {  # noqa: RUF012 - as its base class has it
-        "weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]
-    }
+    quantization_config: Any
+    is_trainable = True
+    serialized_names = {"weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]}  # noqa: RUF012
 
     def is_serializable(self) -> bool:
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
     def get_load_operations(self) -> dict[str, type[ConversionOps]]:
         return {"dequantize": Unpack}
+
+
+@register_quantizer(KEPT_BITS)
+class KeptQuantizer(PackedQuantizer):
+    """Reads bits and scales as a model's converters do weights; settings: `released` as "bits"."""
+
+    serialized_names = {"weight": ["weight", "weight_scale_inv"]}  # noqa: RUF012 - as above
+
+    def get_load_operations(self) -> dict[str, type[ConversionOps]]:
+        return {}
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        names = [(r"^(.+)\.scale$", r"\1.weight_scale_inv"), (r"_proj_blocks$", "_proj")]
+        return [WeightRenaming(*one) for one in names] + super().update_weight_conversions(
+            weight_conversions, model
+        )
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        bits = self.quantization_config.bits
+        end = "_scales" if bits.kind == "mxfp4" else "_scale_inv"
+        self.kept = [(*found, found[1] + end) for found in kept_weights(model, bits)]
+        for module, leaf, weight, scales in self.kept:
+            for name, value in zip((leaf, scales), empty_bits(weight, bits), strict=True):
+                module._parameters[name] = torch.nn.Parameter(value, False)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        for module, leaf, weight, scales in self.kept:
+            parts: Any = [module.get_parameter(leaf), module._parameters.pop(scales)]
+            hold(module, leaf, parts, self.quantization_config.bits, weight)

@@ -78,11 +78,7 @@ HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def init_split_model(
-    model: Stage,
-    *,
-    seed: int,
-    device: torch.device | str,
-    dtype: torch.dtype,
+    model: Stage, *, seed: int, device: torch.device | str, dtype: torch.dtype
 ) -> None:
     """Fill a stage that is on meta with random weights, in place.
 
@@ -200,11 +196,6 @@ def run_init(model: nn.Module, *, seed: int, device: torch.device) -> None:
     owner = root if isinstance(root, PreTrainedModel) else None
     with generators_kept([device]) as generators:
 
-        def reseed(name: str) -> None:
-            # not by torch.manual_seed, which goes through all backends: 80 times as long
-            for generator in generators:
-                generator.manual_seed(name_seed(seed, name))
-
         def visit(module: nn.Module, name: str, owner: PreTrainedModel | None) -> None:
             """Children first, as transformers does; a model inside a model decides below it."""
             for leaf, child in module.named_children():
@@ -216,7 +207,9 @@ def run_init(model: nn.Module, *, seed: int, device: torch.device) -> None:
             knows_mark = owner is not None and type(owner).__module__.startswith("transformers.")
             if not knows_mark:
                 _guard(module, guarded)
-            reseed(name)
+            # not by torch.manual_seed, which goes through all backends: 80 times as long
+            for generator in generators:
+                generator.manual_seed(name_seed(seed, name))
             if owner is not None:
                 owner._init_weights(module)
             elif hasattr(module, "reset_parameters"):

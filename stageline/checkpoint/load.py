@@ -10,6 +10,7 @@ import ctypes
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,12 @@ from transformers.utils import logging as transformers_logging
 
 from stageline.checkpoint.adapter import find_base, untie_if_changed
 from stageline.checkpoint.adapter_start import AdapterStart
-from stageline.checkpoint.few_bit import dequantizing_settings, finish_dequantized, method_of
+from stageline.checkpoint.few_bit import (
+    dequantizing_settings,
+    finish_dequantized,
+    method_of,
+    released,
+)
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     find_checkpoint,
@@ -51,9 +57,11 @@ from stageline.checkpoint.init import (
 )
 from stageline.errors import CheckpointError, UserError, is_out_of_memory
 from stageline.model_folder import read_json
+from stageline.modules.expert_weight import ExpertWeight
 from stageline.modules.lora import WRAPPED, is_lora_name, strip_lora, unwrapped
 from stageline.modules.new_rows import NewRows, add_noise, put_new_rows
 from stageline.modules.pass_through import DONE
+from stageline.modules.quantised import KEPT
 from stageline.modules.stage_names import Names, names_on_disk
 from stageline.stage import Stage
 
@@ -98,12 +106,7 @@ def returns_freed_memory() -> Iterator[None]:
         mallopt(_M_TRIM_THRESHOLD, 2 * _AFTERWARDS)
 
 
-FLOATS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def dtypes_of(files: dict[str, Path]) -> dict[str, str]:
@@ -157,9 +160,12 @@ def fill_stage(
         checkpoint_path: None: the seed gives the weights.
         is_bare: it stays on meta.
     """
+    if getattr(model.methods.quantization, "kind", None) == "released":
+        bits = released(str(checkpoint_path or model.config.name_or_path))
+        model.methods = replace(model.methods, quantization=bits)
     if not is_bare:
         # whole weights stay on the host; quantization then moves one layer at a time
-        first = "cpu" if model.methods.quantization else device
+        first = "cpu" if getattr(model.methods.quantization, "kind", "fp8") not in KEPT else device
         if checkpoint_path is None:
             init_split_model(model, seed=seed, device=first, dtype=dtype)
         else:
@@ -207,7 +213,7 @@ def load_split_model(
     if adapter is not None:
         checkpoint = find_base(adapter)
     files = weight_files(checkpoint, fetches=False)
-    few_bit = dequantizing_settings(checkpoint, files)
+    few_bit = dequantizing_settings(checkpoint, files, model.methods.quantization)
     leaves = {"weight", "bias", *(name.rpartition(".")[2] for name, _ in model.named_parameters())}
 
     def floats(names: Iterable[str]) -> dict[str, str]:
@@ -249,15 +255,18 @@ def load_split_model(
     start.begin(model, adapter, seed=seed)
     model.cast_note = cast_note(dtypes, model.keys_read, dtype)
     if few_bit is not None:
-        kept = str(dtype).removeprefix("torch.")
-        model.cast_note = f"the weights were saved as {method_of(few_bit)}, dequantized to {kept}"
+        how = "kept" if "bits" in few_bit else f"dequantized to {str(dtype).removeprefix('torch.')}"
+        model.cast_note = f"the weights were saved as {method_of(few_bit)}, {how}"
 
     def place_of(name: str) -> str:
         # names that transformers converts are not in the files
         folder = (adapter or checkpoint) if is_lora_name(name) else checkpoint
         return f"{files.get(key_map.get(name, name), folder)}: "
 
-    named = model.named_parameters()
+    held = [(name, vars(module)) for name, module in model.named_modules()]
+    kept = [(f"{name}.{leaf}", one) for name, own in held for leaf, one in own.items()]
+    named = [*model.named_parameters()]
+    named += [(n, p) for n, o in kept if isinstance(o, ExpertWeight) for p in o.base.parts[1:]]
     check_finite(
         # weights that were never filled hold nan too, and are reported after this
         ((name, value) for name, value in named if name in key_map or is_lora_name(name)),
@@ -352,9 +361,10 @@ def _read_by_library(
     # a checkpoint of the bare base model lacks the prefix
     known |= {*whole_names, *(name.removeprefix(f"{base}.") for name in whole_names)}
     unused = getattr(model, "unused_names", ())
+    others: set[str] = info["unexpected_keys"]  # scales belong to weights that are known or not
     unknown = {
         name
-        for name in info["unexpected_keys"]
+        for name in (one.removesuffix("_scale_inv").removesuffix("_scales") for one in others)
         if not {name, name.removeprefix(f"{base}.")} & known and not name.startswith(unused)
     }
     wrong = [other_shape(*mismatch) for mismatch in info["mismatched_keys"]]
@@ -364,7 +374,8 @@ def _read_by_library(
         is_kept = float32_names(loaded, dtype)
         for name, value in loaded.named_parameters():
             # full weights next to quantized ones are in the dtype of the file
-            value.data = value.to(torch.float32 if is_kept(name) else whole_names[name].dtype)
+            if value.element_size() > 1:  # those in few bits stay
+                value.data = value.to(torch.float32 if is_kept(name) else whole_names[name].dtype)
     _take(model, loaded, key_map, checkpoint=checkpoint)
     generation = checkpoint / GENERATION_CONFIG_NAME
     if generation.exists():
@@ -417,7 +428,7 @@ def _take(
             for leaf in module._non_persistent_buffers_set:
                 own._buffers[leaf] = module._buffers[leaf]
             for leaf, value in vars(module).items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor | ExpertWeight) or leaf == "is_quantised":
                     own.__dict__[leaf] = value
     # saving reverses these
     assert model.whole is not None  # transformers loaded it

@@ -185,7 +185,7 @@ def export_folder(
 
     notes = []
     kept_as = run.options.get("quantization") if merge else None
-    if kept_as:
+    if kept_as not in (None, "released"):
         notes.append(
             f"the adapter was trained above a base kept as {kept_as} and is added to the base's "
             "own weights, which the few bits had rounded: answers are near those of training"

@@ -125,19 +125,15 @@ class ExpertWeight:
             is_packed = isinstance(base, PackedWeight)
             if name == "linear":
                 bias = rest[0] if rest else kwargs.get("bias")
-                if is_packed:
-                    result = base.mT.product(x) if bias is None else base.mT.product(x) + bias
-                else:
-                    result = func(x, base, bias)
+                packed = replace(base.mT, bias=bias) if is_packed else None
+                result = packed.product(x) if packed else func(x, base, bias)
                 return weight._added(result, x, torch.matmul, True)
             if name in _PRODUCTS and not rest and not kwargs:
                 return weight._added(base.product(x) if is_packed else func(x, base), x, func)
             if name in _GROUPED and not rest and kwargs.keys() == {"offs"}:
-                if is_packed:
-                    result = base.product(x, kwargs["offs"].tolist())
-                else:
-                    result = func(x, base, **kwargs)
-                return weight._added(result, x, _grouped(func, kwargs["offs"]))
+                ends = kwargs["offs"]
+                result = base.product(x, ends.tolist()) if is_packed else func(x, base, offs=ends)
+                return weight._added(result, x, _grouped(func, ends))
         if len(args) == 2 and isinstance(args[0], cls) and name in _PRODUCTS and not kwargs:
             weight, x = args
             if isinstance(x, torch.Tensor):  # W x = (x^T W^T)^T
@@ -191,6 +187,7 @@ class PackedWeight:
         places: of the matrices that this weight stands for; None: all of them.
         is_transposed: products see what `unpack` returns transposed.
         is_one: stands for a single matrix, not for a stack of them.
+        bias: frozen; a product with a single matrix adds it before it rounds.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -201,6 +198,7 @@ class PackedWeight:
     places: Sequence[int] | None = None
     is_transposed: bool = False
     is_one: bool = False
+    bias: torch.Tensor | None = None
     requires_grad = False
 
     def __len__(self) -> int:
@@ -220,7 +218,8 @@ class PackedWeight:
 
     @property
     def mT(self) -> "PackedWeight":
-        return replace(self, size=self.size[::-1], is_transposed=not self.is_transposed)
+        turned = not self.is_transposed
+        return replace(self, size=self.size[::-1], is_transposed=turned, bias=None)
 
     def __getitem__(self, index: Any) -> "PackedWeight":
         chosen = index.tolist() if isinstance(index, torch.Tensor) else index
@@ -270,6 +269,8 @@ class _PackedProduct(torch.autograd.Function):
 
 
 def _times(x: torch.Tensor, weight: PackedWeight, ends: tuple[int, ...]) -> torch.Tensor:
+    if weight.bias is not None:
+        return torch.addmm(weight.bias, x, weight.dense())
     made, starts = x.new_zeros(len(x), weight.size[1]), (0, *ends)
     filled = [number for number, end in enumerate(ends) if end > starts[number]]
     step = 1

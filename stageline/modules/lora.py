@@ -17,12 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from stageline.errors import UserError
-from stageline.modules.expert_weight import (
-    ExpertWeight,
-    LowRank,
-    expert_parameters,
-    reads_instead,
-)
+from stageline.modules.expert_weight import ExpertWeight, LowRank, expert_parameters, reads_instead
 from stageline.modules.lora_layer import (
     ExpertLoRALayer,
     ExpertParameter,

@@ -30,17 +30,16 @@ def target_places(micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
 
 def token_losses(logits_BTV: torch.Tensor | ChunkedLogits, micro_batch: MicroBatch) -> torch.Tensor:
     """Next-token cross-entropy of each token in float32, [B, T]; 0 outside of the loss."""
+
+    def losses_of(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+        exact_NV = at_least_float32(logits_NV)
+        every = functional.cross_entropy(exact_NV, labels_N, ignore_index=IGNORE, reduction="none")
+        return every[:, None]
+
+    labels_BT = next_labels(micro_batch)
     if isinstance(logits_BTV, ChunkedLogits):
-        labels_BT = next_labels(micro_batch)
-        places_N = micro_batch.get(TARGETS)
-        return logits_BTV.by_token(_losses_of, labels_BT, places_N=places_N)[..., 0]
-    losses = functional.cross_entropy(
-        at_least_float32(logits_BTV).flatten(0, 1),
-        next_labels(micro_batch).flatten(),
-        ignore_index=IGNORE,
-        reduction="none",
-    )
-    return losses.view(logits_BTV.shape[:2])
+        return logits_BTV.by_token(losses_of, labels_BT, places_N=micro_batch.get(TARGETS))[..., 0]
+    return losses_of(logits_BTV.flatten(0, 1), labels_BT.flatten()).view(logits_BTV.shape[:2])
 
 
 def likeliest(logits_BTV: torch.Tensor | ChunkedLogits, micro_batch: MicroBatch) -> torch.Tensor:
@@ -52,12 +51,6 @@ def likeliest(logits_BTV: torch.Tensor | ChunkedLogits, micro_batch: MicroBatch)
             places_N=micro_batch.get(TARGETS),
         )[..., 0]
     return logits_BTV.argmax(dim=-1)
-
-
-def _losses_of(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of each token, [N, 1]."""
-    losses_N = functional.cross_entropy(at_least_float32(logits_NV), labels_N, reduction="none")
-    return losses_N[:, None]
 
 
 # which loss asks for what a run adds, and what to do where it is missing

@@ -190,15 +190,13 @@ def head_in_float32(head: nn.Module) -> None:
     for module in head.modules():
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
             if module.weight.dtype in HALF_TYPES:
-                module.forward = functools.partial(_linear_of, module)  # type: ignore[method-assign]
+                module.forward = functools.partial(  # type: ignore[method-assign]
+                    lambda own, x: linear_in_float32(x, own.weight, own.bias), module
+                )
     # a head of another class rounds its logits once, but capping and scaling do not round again
     head.register_forward_hook(
         lambda module, args, logits: logits.float() if logits.dtype in HALF_TYPES else None
     )
-
-
-def _linear_of(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return linear_in_float32(x, module.weight, module.bias)
 
 
 # Rotary positions for texts longer than a model was trained for, written into its configuration.

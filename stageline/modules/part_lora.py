@@ -133,8 +133,18 @@ def find_targets(
         if not chosen - excluded:
             raise _no_match(part, one, names, experts)
         chosen -= excluded
-        if chosen & set(experts):
-            _refuse_on_experts(one, endings_of(chosen & set(experts), 2)[0])
+        # these cannot be split into a product for each expert; peft refuses them too
+        kinds = {
+            f"`lora_dropout` {one.dropout:g}": one.dropout > 0,
+            "`use_dora`": one.use_dora,
+            f"`lora_init` {one.start}": one.start not in ("default", "gaussian"),
+        }
+        told = [kind for kind, is_set in kinds.items() if is_set]
+        if told and (on_experts := endings_of(chosen & set(experts), 2)):
+            raise UserError(
+                f"{told[0]} does not work with LoRA on experts ({on_experts[0]}), neither here nor "
+                "in peft. Drop one of the two."
+            )
         left_out = endings_of(set(experts) - chosen - excluded, 2)
         if left_out and notes is not None and not isinstance(one.target, frozenset):
             notes.append(
@@ -173,20 +183,6 @@ def _prefixes(part: str, parts: Mapping[str, Iterable[str]]) -> Iterator[tuple[s
     others = [prefix for other, own in parts.items() if other != part for prefix in own]
     for prefix in parts.get(part, ()):
         yield prefix, [other for other in others if other.startswith(prefix + ".")]
-
-
-def _refuse_on_experts(lora: PartLoRA, name: str) -> None:
-    """Refuse what cannot be split into a product for each expert, as peft does."""
-    kinds = {
-        f"`lora_dropout` {lora.dropout:g}": lora.dropout > 0,
-        "`use_dora`": lora.use_dora,
-        f"`lora_init` {lora.start}": lora.start not in ("default", "gaussian"),
-    }
-    if told := [kind for kind, is_set in kinds.items() if is_set]:
-        raise UserError(
-            f"{told[0]} does not work with LoRA on experts ({name}), neither here nor in peft. "
-            "Drop one of the two."
-        )
 
 
 def _no_match(part: str, lora: PartLoRA, names: list[str], experts: list[str]) -> UserError:

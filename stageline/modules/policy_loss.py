@@ -272,10 +272,7 @@ def policy_terms(
 
 
 def correction(
-    old_BT: torch.Tensor,
-    is_learnt_BT: torch.Tensor,
-    batch: MicroBatch,
-    options: PolicyOptions,
+    old_BT: torch.Tensor, is_learnt_BT: torch.Tensor, batch: MicroBatch, options: PolicyOptions
 ) -> torch.Tensor | None:
     """Factor of the terms, as tokens were drawn with other roundings than they are trained with.
 

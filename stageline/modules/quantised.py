@@ -3,12 +3,14 @@ et al. 2023, arXiv 2305.14314).
 
 A filled stage is quantised one linear layer after the other, so both forms exist of one layer only.
 `nf4` and `int8` are layers of bitsandbytes; fused weights of experts are quantised expert by expert
-and dequantized for a product. Embedding, head, norms, routers and a vision tower stay as they are.
+and dequantized for a product, as are `fp8` and `mxfp4` of a checkpoint. Embedding, head, norms,
+routers and a vision tower stay as they are.
 """
 
 import copy
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -19,7 +21,8 @@ from torch import nn
 from stageline.errors import UserError
 from stageline.modules.expert_weight import ExpertWeight, PackedWeight, expert_parameters
 
-Kind = Literal["nf4", "int8"]
+Kind = Literal["nf4", "int8", "released", "fp8", "mxfp4"]
+KEPT = ("fp8", "mxfp4")
 NF4_BLOCK, SCALE_BLOCK = 64, 256  # nf4: weights that share a scale; scales that share a scale
 OUTLIERS = 6.0  # int8: activations above it are multiplied in half precision, as in bitsandbytes
 _ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -30,13 +33,18 @@ class Quantization:
     """Quantization of the frozen base.
 
     Attributes:
+        kind: "released" becomes the checkpoint's own kind, one of KEPT, when a stage is built.
         compute_dtype: of nf4, in which layers multiply, or its name; None: that of the run.
         double: of nf4, the scales are quantised too.
+        block: of fp8, rows and columns that share a scale.
+        skipped: of fp8, modules of a layer with full weights: ends of names, or expressions.
     """
 
     kind: Kind
     compute_dtype: torch.dtype | str | None = None
     double: bool = False
+    block: tuple[int, int] = (1, 1)
+    skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.compute_dtype, str):
@@ -61,6 +69,11 @@ def quantise_layers(
     device = torch.device(device)
     count = 0
     for layer in layers:
+        if quantization.kind in KEPT:
+            for module, leaf, weight in kept_weights(layer, quantization):  # for a plan
+                hold(module, leaf, empty_bits(weight, quantization), quantization, weight)
+            count += sum(getattr(module, "is_quantised", False) for module in layer.modules())
+            continue
         linears = [  # below adapters, which train
             (parent, leaf, child)
             for name, parent in layer.named_modules()
@@ -192,6 +205,57 @@ def _num_bytes(num_rows: int, num_columns: int, quantization: Quantization) -> i
     if quantization.double:  # a byte each, a float32 for a block of these, and their mean
         return -(-numbers // 2) + num_blocks + 4 * -(-num_blocks // SCALE_BLOCK) + 4
     return -(-numbers // 2) + 4 * num_blocks
+
+
+def kept_weights(
+    root: nn.Module, quantization: Quantization
+) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield module, last name and full weight of what a checkpoint has in few bits."""
+    for name, module in root.named_modules():
+        own = re.sub(r".*\.layers\.\d+\.", "", name)
+        if any(re.fullmatch(rf"(.*\.)?({one})(\..*)?", own) for one in quantization.skipped):
+            continue
+        is_kept = type(module) is nn.Linear and "lora" not in name.split(".")
+        leaves = ["weight"] if is_kept and quantization.kind == "fp8" else []
+        for leaf in leaves or expert_parameters(module):
+            if leaf not in vars(module):
+                yield module, leaf, module.get_parameter(leaf)
+
+
+def empty_bits(weight: torch.Tensor, quantization: Quantization) -> list[torch.Tensor]:
+    """Return bits and scales for a weight [..., rows, columns], without their values."""
+    *lead, rows, columns = weight.shape
+    if quantization.kind == "mxfp4":  # gpt-oss multiplies from the right
+        bits = weight.new_zeros(*lead, columns, rows // 32, 16, dtype=torch.uint8)
+        return [bits, bits[..., 0] + 127]
+    grid = [-(-n // b) for n, b in zip((rows, columns), quantization.block, strict=True)]
+    return [weight.to(torch.float8_e4m3fn), weight.new_ones(*lead, *grid, dtype=torch.float32)]
+
+
+def hold(
+    module: nn.Module,
+    leaf: str,
+    parts: Sequence[torch.Tensor],
+    quantization: Quantization,
+    weight: torch.Tensor,
+) -> None:
+    """Put bits and scales in the place of a weight; what reads it dequantizes."""
+
+    def unpack(parts: Sequence[torch.Tensor], _: Sequence[torch.Tensor]) -> torch.Tensor:
+        if quantization.kind == "mxfp4":
+            from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+            return convert_moe_packed_tensors(*parts, dtype=dtype)
+        from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+        return Fp8Dequantize(None)._dequantize_one(parts[0], parts[1], dtype)
+
+    is_one, dtype = weight.ndim == 2, weight.dtype
+    held = tuple(nn.Parameter(one[None] if is_one else one, False) for one in parts)
+    held[0].plain_shape = weight.shape  # type: ignore[attr-defined]
+    module._parameters[leaf] = held[0]
+    base = PackedWeight(held, (), unpack, (weight.shape[-2], weight.shape[-1]), dtype)
+    module.__dict__ |= {leaf: ExpertWeight(base[0] if is_one else base), "is_quantised": True}
 
 
 def plain_shape(parameter: torch.Tensor) -> torch.Size:

@@ -106,28 +106,25 @@ class _Frame:
     def unpack(self, slot: _Slot) -> torch.Tensor:
         """Backward pass: the first slot that is read makes all of them."""
         if not self.is_done:
-            self._run_again()
+            args = list(self.others)
+            kept = self.inputs.grad_fn.saved_tensors
+            for place, tensor, needs_grad in zip(self.places, kept, self.needs_grad, strict=True):
+                args[place] = tensor.detach().requires_grad_(needs_grad)
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._fill, lambda tensor: tensor)
+            with torch.enable_grad(), self.random_state.replayed(), self.again, hooks:
+                try:
+                    self.function(*args)
+                except _AllMade:
+                    pass
+                except RuntimeError as error:
+                    if "cached during selective activation checkpoint" not in str(error):
+                        raise
+                    raise UserError(_CHANGED) from error
             self.is_done = True
             self.inputs, self.others = None, []  # all that they are needed for is made
         if slot.tensor is None:
             raise RecomputeError(_MISMATCH.format(f"{self.num_made} tensors", len(self.slots)))
         return slot.tensor
-
-    def _run_again(self) -> None:
-        args = list(self.others)
-        kept = self.inputs.grad_fn.saved_tensors
-        for place, tensor, needs_grad in zip(self.places, kept, self.needs_grad, strict=True):
-            args[place] = tensor.detach().requires_grad_(needs_grad)
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._fill, lambda tensor: tensor)
-        with torch.enable_grad(), self.random_state.replayed(), self.again, hooks:
-            try:
-                self.function(*args)
-            except _AllMade:
-                pass
-            except RuntimeError as error:
-                if "cached during selective activation checkpoint" not in str(error):
-                    raise
-                raise UserError(_CHANGED) from error
 
     def _fill(self, tensor: torch.Tensor) -> torch.Tensor:
         """Second run: a tensor goes to its slot, if the graph still holds that."""

@@ -847,18 +847,14 @@ def stored_of(config: PretrainedConfig) -> Stored | None:
         found = Stored(4, 32, 1, linear=False, experts=True)
         if method == "fp8":
             found = Stored(8, math.prod(given.get("weight_block_size") or (128, 128)), experts=True)
-        if torch.accelerator.is_available() and not _keeps_bits(given):
-            return None
+        if torch.accelerator.is_available():  # does transformers dequantize on the GPU here?
+            quantizer: Any = AutoHfQuantizer.from_config(dict(given))
+            quantizer.validate_environment(device_map={"": 0})
+            if quantizer.quantization_config.dequantize:
+                return None
     else:
         return None
     return replace(found, skipped=tuple(skipped))
-
-
-def _keeps_bits(settings: dict[str, Any]) -> bool:
-    """Return whether transformers computes with few bits on the GPU here, or dequantizes."""
-    quantizer: Any = AutoHfQuantizer.from_config(dict(settings))
-    quantizer.validate_environment(device_map={"": 0})
-    return not quantizer.quantization_config.dequantize
 
 
 def _tensor_sizes(model: PreTrainedModel) -> dict[str, int]:

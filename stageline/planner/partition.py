@@ -56,11 +56,7 @@ def smallest_maximum(num_layers: int, num_stages: int, cost: StageCost) -> list[
 
 
 def _best_chain(
-    num_layers: int,
-    num_stages: int,
-    cost: StageCost,
-    *,
-    combine: Callable[[float, float], float],
+    num_layers: int, num_stages: int, cost: StageCost, *, combine: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """Dynamic programming over (stages used, layers placed)."""
     best: list[tuple[float, list[int]]] = [(math.inf, [])] * (num_layers + 1)
@@ -82,10 +78,7 @@ def _best_chain(
 
 
 def improved(
-    split: Sequence[int],
-    value: Callable[[Sequence[int]], tuple[float, float]],
-    *,
-    most_values: int,
+    split: Sequence[int], value: Callable[[Sequence[int]], tuple[float, float]], *, most_values: int
 ) -> list[int]:
     """Move single layers between any two stages as long as that makes the value smaller.
 

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stageline.checkpoint.plain_model import load_plain
+from tests.helpers.few_bit import write_fp8
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.small_run import Job, assert_same_tensors
 from tests.helpers.tiny_checkpoints import tiny_whole
@@ -54,21 +55,30 @@ def test_a_killed_run_with_stale_updates_resumes_to_the_same_bits(job):
     assert_same(job, name, f"straight{name}")
 
 
-def test_few_bit_experts_stream_resume_and_are_read_by_peft(tmp_path):
-    pytest.importorskip("bitsandbytes")
+@pytest.mark.parametrize("kind", ["nf4", "released"])
+def test_few_bit_experts_stream_resume_and_are_read_by_peft(kind, tmp_path):
+    """The released bits are compared with a pipeline over the dequantized weights."""
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
     job = Job(tmp_path, family="qwen3_moe", num_layers=4, make_model=False)
     tokenizer = tiny_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "moe_intermediate_size": 64}
     tiny_whole("qwen3_moe", job.model, **sizes)
     tokenizer.save_pretrained(job.model)
+    if kind == "released":
+        write_fp8(job.model)
     leaves = "q_proj,experts.gate_up_proj,experts.down_proj"
     options = ("--llm-lora-num", 1, "--parts.lm_head.frozen", "--lora.target", leaves)
-    options += ("--quantization", "nf4", "--double-quantization", "--logits-chunk", 4)
-    job.train("pipeline", *OPTIONS, *options, "--num-stages", 1, ranks=1)
+    options += ("--logits-chunk", 4)
+    bits = ("--quantization", kind, *(["--double-quantization"] if kind == "nf4" else []))
+    own = bits if kind == "nf4" else ()
+    job.train("pipeline", *OPTIONS, *options, *own, "--num-stages", 1, ranks=1)
+    options += bits
     killed = job.fork("streamed", *STREAMING, *options, ranks=1, chaos=KILL, waits=True)
     assert killed.code != 0
     done = job.train("streamed", *STREAMING, *options, "--resume", "auto", ranks=1)
     assert "2 of 4 steps are done" in done.out
+    assert kind == "nf4" or "layers are kept as fp8" in done.out
     assert_same(job, "streamed", "pipeline")
     last = job.folder / f"streamed/checkpoints/step-{STEPS:08d}"
     (adapter,) = [file.parent for file in last.rglob("adapter_config.json")]

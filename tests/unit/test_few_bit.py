@@ -5,15 +5,21 @@ import json
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
 
-from stageline.checkpoint.few_bit import dequantizing_settings
+from pp_models import CausalLMStage
+from stageline.checkpoint.few_bit import dequantizing_settings, released
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.plain_model import load_plain, load_whole
 from stageline.checkpoint.save import save_split_model
-from stageline.errors import UserError
+from stageline.errors import NonFiniteError, UserError
 from stageline.model_folder import load_config
+from stageline.modules.lora import is_lora_name, strip_lora
+from stageline.modules.lora_layer import name_seed
+from stageline.modules.methods import Methods
+from stageline.modules.quantised import base_bytes
+from stageline.verify.batches import loss_of, run_chain, with_facts
 from tests.helpers.chain import chained_logits
 from tests.helpers.few_bit import write_compressed, write_fp8, write_mxfp4, write_packed
 from tests.helpers.tiny_checkpoints import load_stages, tiny_whole
@@ -26,7 +32,7 @@ BATCH = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 def few_bit_folder(kind, folder):
     """Write a folder with a few-bit model of 2 layers; the settings are in its config.json."""
     if kind == "fp8":
-        fields = {"moe_intermediate_size": 16, "num_hidden_layers": 2}
+        fields = {"moe_intermediate_size": 16, "num_hidden_layers": 2, "attention_bias": True}
         tiny_whole("qwen3_moe", folder, dtype=torch.bfloat16, **fields)
         write_fp8(folder)
         return
@@ -94,6 +100,97 @@ def test_full_weights_next_to_fp8_take_the_dtype_of_the_run(tmp_path):
 
 def held_by(stages):
     return {name: one for stage in stages for name, one in stage.state_dict().items()}
+
+
+LORA = {"llm_lora_num": 1, "lora_rank": 2, "frozen_lm_head": True}
+LORA["lora_target"] = [r".*experts\.[a-z_]*proj", "q_proj", "o_proj"]
+
+
+def trained(folder, num_stages, dtype, **options):
+    """Return stages with adapters, the loss of a batch, and the adapters' gradients."""
+    stages = load_stages(folder, num_stages=num_stages, dtype=dtype, **LORA, **options)
+    for stage in stages:
+        stage.frozen()
+        for name, parameter in stage.named_parameters():
+            if parameter.requires_grad:  # B starts at zero, and A would get no gradient
+                generator = torch.Generator().manual_seed(name_seed(0, name))
+                parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    batches = with_facts(stages, [{**BATCH, "labels": IDS}])
+    (loss,) = run_chain(stages, batches, loss_fn=loss_of)
+    named = [one for stage in stages for one in stage.named_parameters()]
+    return stages, loss, {n: p.grad for n, p in named if p.requires_grad}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_kept_bits_train_adapters_to_the_same_bits(kind, dtype, tmp_path):
+    few_bit_folder(kind, tmp_path)
+    methods = Methods(quantization=released(tmp_path))
+    _, loss, grads = trained(tmp_path, 1, dtype)
+    assert all(grad.abs().max() > 0 for grad in grads.values())
+    for num_stages in (1, 2):
+        stages, kept_loss, kept_grads = trained(tmp_path, num_stages, dtype, methods=methods)
+        assert torch.equal(kept_loss, loss)
+        assert kept_grads.keys() == grads.keys()
+        assert all(torch.equal(grad, grads[name]) for name, grad in kept_grads.items())
+        held = {name: one for stage in stages for name, one in stage.named_parameters()}
+        bits = {strip_lora(name) for name, one in held.items() if one.element_size() == 1}
+        ends = ("experts.gate_up_proj", "experts.down_proj")
+        ends = ends if kind == "mxfp4" else (*ends, "proj.weight")
+        full = {strip_lora(name) for name in held if not is_lora_name(name)}
+        assert bits == {name for name in full if name.endswith(ends)}
+        assert f"saved as {kind}, kept" in stages[0].cast_note
+    save_split_model(stages, None, tmp_path / "saved")
+    written = {n for file in (tmp_path / "saved").glob("*.safetensors") for n in load_file(file)}
+    assert written and all("lora_" in name for name in written)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_kept_bits_take_what_is_planned(kind, tmp_path):
+    few_bit_folder(kind, tmp_path)
+    options = {**LORA, "methods": {"quantization": {"kind": "released"}}, "dtype": torch.bfloat16}
+    paths = {"config_path": str(tmp_path), "processor_path": None, "is_piece": True}
+    taken = []
+    for device, checkpoint in (("meta", None), ("cpu", None), ("cpu", str(tmp_path))):
+        paths |= {"checkpoint_path": checkpoint, "device": device}
+        stage = CausalLMStage.build(**paths, **options, stage=0, num_stages=1)[0]
+        taken.append(base_bytes([layer for _, layer in stage.layer_list()]))
+    assert taken[0] == pytest.approx(taken[2], rel=0.05)
+    assert taken[0] == taken[1]
+    plain = load_stages(tmp_path, num_stages=1, dtype=torch.bfloat16, **LORA)[0]
+    full = base_bytes([layer for _, layer in plain.layer_list()])
+    assert taken[2] < (0.6 if kind == "fp8" else 0.7) * full
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (None, "not quantized"),
+        ({"quant_method": "gptq", "bits": 4}, "quantized by gptq"),
+        ({"quant_method": "fp8", "weight_block_size": None}, "quantized by fp8"),
+        ({"quant_method": "compressed-tensors"}, "quantized by compressed-tensors"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(settings, told, tmp_path):
+    config = {"quantization_config": settings} if settings else {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"{told}. Drop"):
+        released(tmp_path)
+
+
+def test_a_scale_that_is_not_finite_is_refused(tmp_path):
+    few_bit_folder("fp8", tmp_path)
+    file, name = next(
+        (file, name)
+        for file in tmp_path.glob("*.safetensors")
+        for name in load_file(file)
+        if name.endswith("down_proj.weight_scale_inv")
+    )
+    tensors = load_file(file)
+    tensors[name][0, 0] = torch.inf
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(NonFiniteError, match=r"experts\..*down_proj \("):
+        load_stages(tmp_path, methods=Methods(quantization=released(tmp_path)), **LORA)
 
 
 @pytest.mark.parametrize(("method", "bits"), [("gptq", 4), ("gptq", 8), ("awq", 4)])

@@ -251,6 +251,9 @@ PUBLISHED = {  # parameters, as the makers' own model files add up
         "InternVL3-8B": 7_944_373_760,
         "gpt-oss-20b": 20_914_757_184,
     },
+    # text models; added up by hand, as their layers are in docs/plan_table.md
+    **{"GLM-4.7-Flash": 29_943_390_976, "Qwen3.5-35B-A3B": 34_660_610_688},
+    "Gemma-4-26B-A4B": 25_233_141_760,
 }
 
 

@@ -17,8 +17,11 @@ from loss_fn import sft
 from options.train import RunConfig
 from pp_models import CausalLMStage, stage_class_of
 from prompt_fn import auto, fill
+from stageline.checkpoint.few_bit import released
 from stageline.checkpoint.load import load_split_model
 from stageline.modules.chunked_loss import LossByToken
+from stageline.modules.lora import is_lora_name
+from stageline.modules.methods import Methods
 from stageline.modules.quantised import Quantization, _stored, base_bytes, quantise_layers
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
@@ -32,6 +35,7 @@ from stageline.training.loss_part import LossPart
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.precision import MasterWeights
 from stageline.training.step import TrainStep
+from tests.helpers.few_bit import write_fp8
 from tests.helpers.late_queues import late_lanes
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import shake, tiny_whole
@@ -235,6 +239,26 @@ def test_a_few_bit_layer_takes_its_packed_bytes(kind, family, tmp_path):
         assert host_bytes(runner.pipe._hosted_layers, torch.float32) == pytest.approx(
             host, rel=0.05
         )
+
+
+def test_kept_bits_stream_to_the_bits_of_a_dequantized_run(tmp_path):
+    save_whole("qwen3_moe", tmp_path, **FAMILIES["qwen3_moe"])
+    write_fp8(tmp_path)
+    plain = stages_of("qwen3_moe", tmp_path, **EXPERT_LORA)
+    full = base_bytes([layer for _, layer in plain[1].layer_list()])
+    expected = train(pipeline(plain), "qwen3_moe")
+    methods = Methods(quantization=released(tmp_path))
+    models = stages_of("qwen3_moe", tmp_path, **EXPERT_LORA, methods=methods)
+    packed = base_bytes([layer for _, layer in models[1].layer_list()])
+    runner = streamed(models)
+    hosted = runner.pipe._hosted_layers[1]
+    others = [p for p in models[1].parameters() if not hasattr(p, "plain_shape")]
+    held = sum(home.parameter.nbytes for home in hosted.homes)
+    assert held == packed + sum(p.nbytes for p in others) and packed < 0.35 * full
+    made = train(runner, "qwen3_moe")
+    assert made[:2] == expected[:2]
+    adapters = {name for name in expected[2] if is_lora_name(name)}
+    assert adapters and all(torch.equal(made[2][name], expected[2][name]) for name in adapters)
 
 
 @pytest.fixture(scope="module")
