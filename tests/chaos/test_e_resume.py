@@ -84,7 +84,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_resumed_with_options(case, small):
-    """Resumed from step 6: equal to the run that went on."""
+    """Resume from step 6, to the same state as without a stop."""
     options = OPTIONS[case]
     small.train(case, *options, ranks=1)
     rest = small.resume(case, *options, ranks=1)

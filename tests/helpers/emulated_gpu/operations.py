@@ -63,7 +63,7 @@ ON_A_CPU: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class Facts:
-    """What is the same in every call of an operation; `facts_of` keeps them.
+    """Facts of an operation that no call changes; `facts_of` keeps them.
 
     Attributes:
         name: `add` of aten::add.Tensor.

@@ -119,7 +119,7 @@ class Order:
     def _touch(self, part: Part, use: Use, clock: Clock, *, is_write: bool) -> None:
         memory, (_, first, end) = self._memory[part[0]], part
         actor, does = use.actor, "writes" if is_write else "reads"
-        kept: list[list[tuple[Part, Use]]] = []  # what a later use must follow besides this one
+        kept: list[list[tuple[Part, Use]]] = []  # a later use must come behind these, too
         for uses, did in ((memory.read, "reads"), (memory.written, "writes")):
             left: list[tuple[Part, Use]] = []
             kept.append(left)
