@@ -361,10 +361,12 @@ def _read_by_library(
     # a checkpoint of the bare base model lacks the prefix
     known |= {*whole_names, *(name.removeprefix(f"{base}.") for name in whole_names)}
     unused = getattr(model, "unused_names", ())
-    others: set[str] = info["unexpected_keys"]  # scales belong to weights that are known or not
+    others: set[str] = info["unexpected_keys"]
+    if few_bit is not None:  # scales belong to weights that are known or not
+        others = {name.removesuffix("_scale_inv").removesuffix("_scales") for name in others}
     unknown = {
         name
-        for name in (one.removesuffix("_scale_inv").removesuffix("_scales") for one in others)
+        for name in others
         if not {name, name.removeprefix(f"{base}.")} & known and not name.startswith(unused)
     }
     wrong = [other_shape(*mismatch) for mismatch in info["mismatched_keys"]]

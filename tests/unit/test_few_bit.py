@@ -13,7 +13,7 @@ from stageline.checkpoint.few_bit import dequantizing_settings, released
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.plain_model import load_plain, load_whole
 from stageline.checkpoint.save import save_split_model
-from stageline.errors import NonFiniteError, UserError
+from stageline.errors import CheckpointError, NonFiniteError, UserError
 from stageline.model_folder import load_config
 from stageline.modules.lora import is_lora_name, strip_lora
 from stageline.modules.lora_layer import name_seed
@@ -191,6 +191,16 @@ def test_a_scale_that_is_not_finite_is_refused(tmp_path):
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(NonFiniteError, match=r"experts\..*down_proj \("):
         load_stages(tmp_path, methods=Methods(quantization=released(tmp_path)), **LORA)
+
+
+def test_scales_that_nobody_reads_are_refused(tmp_path):
+    """Without its settings the bits of a folder would be taken for weights."""
+    few_bit_folder("fp8", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="weight_scale_inv"):
+        load_stages(tmp_path, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(("method", "bits"), [("gptq", 4), ("gptq", 8), ("awq", 4)])
