@@ -106,7 +106,8 @@ def text_bleu(predictions: Predictions, samples: Samples) -> dict[str, Any]:
 def text_overlap(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """ROUGE-L as the score, with exact match, ROUGE-1, ROUGE-2 and corpus BLEU."""
     exact = exact_match(predictions, samples)["score"]
-    overlap = text_bleu(predictions, samples)["corpus_bleu"]
+    texts = [str(prediction["prediction"]) for prediction in predictions]
+    overlap = bleu(texts, [references(sample) for sample in samples])
     return {**text_rouge(predictions, samples), "exact_match": exact, "corpus_bleu": overlap}
 
 

@@ -160,12 +160,13 @@ def fill_stage(
         checkpoint_path: None: the seed gives the weights.
         is_bare: it stays on meta.
     """
-    if getattr(model.methods.quantization, "kind", None) == "released":
+    bits = model.methods.quantization
+    if bits is not None and bits.kind == "released":
         bits = released(str(checkpoint_path or model.config.name_or_path))
         model.methods = replace(model.methods, quantization=bits)
     if not is_bare:
         # whole weights stay on the host; quantization then moves one layer at a time
-        first = "cpu" if getattr(model.methods.quantization, "kind", "fp8") not in KEPT else device
+        first = "cpu" if bits is not None and bits.kind not in KEPT else device
         if checkpoint_path is None:
             init_split_model(model, seed=seed, device=first, dtype=dtype)
         else:
@@ -263,10 +264,10 @@ def load_split_model(
         folder = (adapter or checkpoint) if is_lora_name(name) else checkpoint
         return f"{files.get(key_map.get(name, name), folder)}: "
 
-    held = [(name, vars(module)) for name, module in model.named_modules()]
-    kept = [(f"{name}.{leaf}", one) for name, own in held for leaf, one in own.items()]
-    named = [*model.named_parameters()]
-    named += [(n, p) for n, o in kept if isinstance(o, ExpertWeight) for p in o.base.parts[1:]]
+    named: list[tuple[str, torch.Tensor]] = [*model.named_parameters()]
+    for name, module in model.named_modules():  # scales of bits that are kept
+        held = [(leaf, one) for leaf, one in vars(module).items() if isinstance(one, ExpertWeight)]
+        named += [(f"{name}.{leaf}", part) for leaf, one in held for part in one.base.parts[1:]]
     check_finite(
         # weights that were never filled hold nan too, and are reported after this
         ((name, value) for name, value in named if name in key_map or is_lora_name(name)),
@@ -376,7 +377,7 @@ def _read_by_library(
         is_kept = float32_names(loaded, dtype)
         for name, value in loaded.named_parameters():
             # full weights next to quantized ones are in the dtype of the file
-            if value.element_size() > 1:  # those in few bits stay
+            if value.element_size() > 1:  # it stays in few bits if it is kept
                 value.data = value.to(torch.float32 if is_kept(name) else whole_names[name].dtype)
     _take(model, loaded, key_map, checkpoint=checkpoint)
     generation = checkpoint / GENERATION_CONFIG_NAME

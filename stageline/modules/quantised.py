@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from stageline.errors import UserError
+from stageline.errors import package
 from stageline.modules.expert_weight import ExpertWeight, PackedWeight, expert_parameters
 
 Kind = Literal["nf4", "int8", "released", "fp8", "mxfp4"]
@@ -364,14 +364,8 @@ def _stored(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _bitsandbytes(kind: str) -> Any:
-    try:
-        return importlib.import_module("bitsandbytes")
-    except ImportError as error:
-        raise UserError(
-            f"`quantization` {kind} requires bitsandbytes, which cannot be imported "
-            f"({error}). Install it (bash scripts/setup.sh quantization, or pip install "
-            "bitsandbytes), or drop `quantization`."
-        ) from error
+    user, other = f"`quantization` {kind}", "drop `quantization`"
+    return package("bitsandbytes", user, extra="quantization", instead=other)
 
 
 def _quantised(

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from stageline.checkpoint.optimizer_state import SavedState
-from tests.helpers.small_run import Job, saved_tensors
+from tests.helpers.small_run import Job, assert_same_tensors, saved_tensors
 
 STEPS = 12
 KILL = "at=step,step={},do=sigkill"
@@ -34,13 +34,6 @@ def straight(job):
     return job.folder / "straight" / "checkpoints"
 
 
-def assert_same(ours: Path, theirs: Path) -> None:
-    """The same checkpoint, to the bit, however it is divided into files."""
-    mine, expected = saved_tensors(ours), saved_tensors(theirs)
-    assert mine.keys() == expected.keys()
-    assert [name for name in mine if not torch.equal(mine[name], expected[name])] == []
-
-
 def last(job, name):
     return job.folder / name / "checkpoints" / f"step-{STEPS:08d}"
 
@@ -53,7 +46,7 @@ def test_e01_e03_resumed_at_a_step(step, job, straight):
     assert done.code == 0, done.err
     expected = job.losses("straight")
     assert job.losses(name) == {k: v for k, v in expected.items() if k > step}
-    assert_same(last(job, name), last(job, "straight"))
+    assert_same_tensors(last(job, name), last(job, "straight"))
 
 
 def test_e02_three_resumes_in_a_chain(job, straight):
@@ -64,7 +57,7 @@ def test_e02_three_resumes_in_a_chain(job, straight):
     done = job.fork("chain", "--resume", "auto", ranks=1)
     assert done.code == 0 and "step-00000008: 8 of 12 steps are done" in done.out
     assert job.losses("chain") == job.losses("straight")
-    assert_same(last(job, "chain"), last(job, "straight"))
+    assert_same_tensors(last(job, "chain"), last(job, "straight"))
 
 
 OPTIONS = {
@@ -89,7 +82,7 @@ def test_resumed_with_options(case, small):
     small.train(case, *options, ranks=1)
     rest = small.resume(case, *options, ranks=1)
     assert small.losses(rest).items() <= small.losses(case).items()
-    assert_same(last(small, rest), last(small, case))
+    assert_same_tensors(last(small, rest), last(small, case))
     numbers = [SavedState(last(small, name)).facts["numbers"] for name in (rest, case)]
     assert numbers[0] == numbers[1]
 
@@ -131,7 +124,7 @@ def test_e08_other_intervals_change_nothing(job, straight):
     assert done.code == 0, done.err
     expected = job.losses("straight")
     assert job.losses("intervals").items() <= expected.items()
-    assert_same(last(job, "intervals"), last(job, "straight"))
+    assert_same_tensors(last(job, "intervals"), last(job, "straight"))
 
 
 RECORDING = """
@@ -186,7 +179,7 @@ def test_e10_and_e11_stages_change_nothing(job, straight):
         done = job.fork(name, ranks=ranks)
         assert done.code == 0, done.err
         assert job.losses(name) == job.losses("straight")
-        assert_same(last(job, name), last(job, "straight"))
+        assert_same_tensors(last(job, name), last(job, "straight"))
 
 
 def test_d12_two_stages_then_four_then_one_and_back(job, straight):
@@ -216,7 +209,7 @@ def test_d12_two_stages_then_four_then_one_and_back(job, straight):
     )
     assert done.code == 0, done.err
     assert job.losses("moves") == job.losses("straight")
-    assert_same(last(job, "moves"), last(job, "straight"))
+    assert_same_tensors(last(job, "moves"), last(job, "straight"))
 
 
 def assert_close(ours: Path, theirs: Path, rtol: float) -> None:
@@ -297,4 +290,4 @@ def test_lora_on_lora(small):
     small.train("second", *options, ranks=2)
     rest = small.resume("second", *options, ranks=1)
     assert small.losses(rest).items() <= small.losses("second").items()
-    assert_same(last(small, rest), last(small, "second"))
+    assert_same_tensors(last(small, rest), last(small, "second"))

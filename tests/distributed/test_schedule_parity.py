@@ -298,9 +298,8 @@ def all_runs(num_ranks, with_torchs):
     return runs
 
 
-# two ranks have all schedules and variants, on rows of unequal lengths; full training has each kind
-# of rows. Four are the deeper pipeline: a variant on the kind of rows that is hardest for it; one
-# is the simplest
+# Two ranks have all schedules and variants, on rows of unequal lengths; full training has each kind
+# of rows. Four are the deeper pipeline, and a variant gets the rows that are hardest for it
 ON_FOUR = [
     ("full", "own"),
     ("full", "packed"),

@@ -93,8 +93,8 @@ def train_schedules(rank, schedules, *variant):
 
 
 LORA = {"llm_lora_num": 1, "lora_rank": 2, "frozen_lm_head": True}
-# one adapter, and what is frozen, in test_schedule_parity.py; recomputation, which repeats passes
-# of its own, has every schedule, the others the plain one and the ones that split backward passes
+# one adapter, and what is frozen, in test_schedule_parity.py; recomputation repeats passes, so it
+# runs under every schedule, the others under the plain one and those that split backward passes
 FEW = ("1f1b", "interleaved_zero_bubble", "zbv")
 VARIANTS = {
     "bf16": ({}, torch.bfloat16, False, None),
