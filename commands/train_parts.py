@@ -8,7 +8,6 @@ import functools
 import hashlib
 import inspect
 import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,13 +52,7 @@ from stageline.data.text.processor import get_tokenizer, num_token_ids
 from stageline.distributed.process_group import DistributedContext, wait_for_weights
 from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
-from stageline.evaluation.report import (
-    Bootstrap,
-    check_metric,
-    collect_clusters,
-    is_graded,
-    wilson_interval,
-)
+from stageline.evaluation.report import check_metric, score_answers
 from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
 from stageline.inference.decoding.request import Sampling
 from stageline.inference.generation import num_positions, stop_ids_of
@@ -754,24 +747,6 @@ def weigh_answers(run: RunConfig, num_ranks: int, row_tokens: int) -> Callable[[
     )
     loads = [step, held_out] if run.eval_samples else [step]
     return functools.partial(answer_cost, loads=loads)
-
-
-def score_answers(
-    name: str,
-    metric: Callable[..., dict[str, Any]],
-    predictions: list[dict[str, Any]],
-    samples: list[dict[str, Any]],
-) -> tuple[dict[str, float], list[float]]:
-    """Return the score of a metric with its 95 % interval, by name, and each answer's own."""
-    found = metric(predictions, samples)
-    scores = [float(one) for one in found["per_sample"]]
-    if is_graded(found):
-        interval = Bootstrap().interval(scores, clusters=collect_clusters(samples), name="all")
-    else:
-        interval = wilson_interval(sum(scores), len(scores))
-    low, high = interval or (math.nan, math.nan)
-    score = sum(scores) / max(len(scores), 1)
-    return {name: score, f"{name}_low": low, f"{name}_high": high}, scores
 
 
 def make_rewards(config: TrainArguments) -> Rewards:

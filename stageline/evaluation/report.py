@@ -4,6 +4,7 @@ And the comparison of two runs over the same samples.
 """
 
 import json
+import math
 import os
 import reprlib
 import zlib
@@ -22,6 +23,7 @@ from stageline.tables import format_table, markdown_table, natural_key
 
 LEVEL = 0.95
 DRAWS_AT_ONCE = 2_000_000  # 16 MB
+Samples = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def wilson_interval(num_hits: float, count: int) -> tuple[float, float]:
 Groups = dict[str, list[int]]  # name of a group -> indices of its samples
 
 
-def collect_groupings(samples: Sequence[dict[str, Any]]) -> dict[str, Groups]:
+def collect_groupings(samples: Samples) -> dict[str, Groups]:
     """Return the groupings of all samples: relation, task, ... -> its groups.
 
     A sample names its own as `groups`, such as {"relation": "left of", "task": "direction"}.
@@ -102,7 +104,7 @@ def collect_groupings(samples: Sequence[dict[str, Any]]) -> dict[str, Groups]:
     return groupings
 
 
-def collect_clusters(samples: Sequence[dict[str, Any]]) -> list[str]:
+def collect_clusters(samples: Samples) -> list[str]:
     """Return the cluster of each sample, such as its picture; one without is its own."""
     return [
         f"cluster {sample['cluster']}" if sample.get("cluster") is not None else f"sample {index}"
@@ -127,7 +129,7 @@ def own_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def check_metric(metric: Callable[..., Any], samples: Sequence[dict[str, Any]]) -> None:
+def check_metric(metric: Callable[..., Any], samples: Samples) -> None:
     """Try a metric part on empty answers, before hours of answering.
 
     Raises:
@@ -155,12 +157,27 @@ def check_metric(metric: Callable[..., Any], samples: Sequence[dict[str, Any]]) 
         )
 
 
+def score_answers(
+    name: str, metric: Callable[..., dict[str, Any]], predictions: Samples, samples: Samples
+) -> tuple[dict[str, float], list[float]]:
+    """Return the score of a metric with its 95 % interval, by name, and each answer's own."""
+    figures = metric(predictions, samples)
+    scores = [float(one) for one in figures["per_sample"]]
+    if is_graded(figures):
+        interval = Bootstrap().interval(scores, clusters=collect_clusters(samples), name="all")
+    else:
+        interval = wilson_interval(sum(scores), len(scores))
+    low, high = interval or (math.nan, math.nan)
+    score = sum(scores) / max(len(scores), 1)
+    return {name: score, f"{name}_low": low, f"{name}_high": high}, scores
+
+
 def make_report(
     figures: dict[str, Any],
     *,
     settings: dict[str, Any],
-    samples: Sequence[dict[str, Any]] | None = None,
-    bootstrap: Bootstrap | None = None,
+    samples: Samples | None = None,
+    bootstrap: Bootstrap = Bootstrap(),
     about: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the report of a metric's figures.
@@ -176,10 +193,11 @@ def make_report(
     """
     scores: Sequence[float] = figures["per_sample"]
     unparsed: Sequence[int] | None = figures.get("unparsed")
-    bootstrap = bootstrap or Bootstrap()
     clusters = collect_clusters(samples or [{}] * len(scores))
     has_grades = is_graded(figures)
-    chances = [None if has_grades else chance_of(one) for one in samples or ()]
+    # a guess is right once in so many answers; a grade cannot be guessed
+    asked = () if has_grades else samples or ()
+    num_choices = [len(one.get("choices") or ()) or one.get("num_choices") for one in asked]
 
     def share_of(indices: Sequence[int], name: str) -> dict[str, Any]:
         """Return share, intervals and counts of the samples with these indices."""
@@ -195,7 +213,7 @@ def make_report(
         if unparsed is not None:
             share["num_unparsed"] = sum(unparsed[index] for index in indices)
             share["unparsed_share"] = share["num_unparsed"] / len(own) if own else None
-        guessed = [chance for index in indices if chances and (chance := chances[index])]
+        guessed = [1 / num for index in indices if num_choices and (num := num_choices[index])]
         if own and len(guessed) == len(own):
             share["chance"] = sum(guessed) / len(own)
         return share
@@ -217,16 +235,10 @@ def make_report(
     }
 
 
-def chance_of(sample: Mapping[str, Any]) -> float | None:
-    """Return how often a guess is right: one in its `choices`, or in `num_choices`."""
-    count = len(sample.get("choices") or ()) or sample.get("num_choices")
-    return 1 / count if count else None
-
-
 FiguresOf = Callable[[Sequence[int], str], dict[str, Any]]  # (indices of a group, its name)
 
 
-def _by_grouping(samples: Sequence[dict[str, Any]], figures_of: FiguresOf) -> dict[str, Any]:
+def _by_grouping(samples: Samples, figures_of: FiguresOf) -> dict[str, Any]:
     return {
         grouping: {name: figures_of(groups[name], name) for name in sorted(groups, key=natural_key)}
         for grouping, groups in collect_groupings(samples).items()
@@ -297,7 +309,7 @@ _FIELDS = ("question", "answer", "answers", "caption", "choices", "answer_index"
 
 
 def check_same_samples(
-    records: Mapping[str, dict[str, Any]], samples: Sequence[dict[str, Any]], *, path: str | Path
+    records: Mapping[str, dict[str, Any]], samples: Samples, *, path: str | Path
 ) -> None:
     """Refuse records whose sample of the same id was another one, by a UserError."""
     for sample in samples:
@@ -314,7 +326,7 @@ def check_same_samples(
                 )
 
 
-def read_other(path: str | Path, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def read_other(path: str | Path, samples: Samples) -> list[dict[str, Any]]:
     """Return the predictions of another run (the last one in the file) for the same samples.
 
     Raises:
@@ -336,9 +348,9 @@ def read_other(path: str | Path, samples: Sequence[dict[str, Any]]) -> list[dict
 def compare(
     scores: Sequence[float],
     other_scores: Sequence[float],
-    samples: Sequence[dict[str, Any]],
+    samples: Samples,
     *,
-    bootstrap: Bootstrap | None = None,
+    bootstrap: Bootstrap = Bootstrap(),
     lower_is_better: bool = False,
 ) -> dict[str, Any]:
     """Return this run's scores less the other's, over all samples and for each group.
@@ -348,7 +360,6 @@ def compare(
     which the runs differ (McNemar's, for scores of 0 and 1); samples of one cluster are one there,
     by the sign of their sum.
     """
-    bootstrap = bootstrap or Bootstrap()
     differences = [one - other for one, other in zip(scores, other_scores, strict=True)]
     clusters = collect_clusters(samples)
 
