@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -40,6 +41,16 @@ def start(
         register.is_frozen = True
     config = with_folders(arguments.run, recorded=recorded(arguments.run))
     return dataclasses.replace(arguments, run=config)
+
+
+def check_installed(*packages: str, extra: str) -> None:
+    """Refuse packages that are missing, by the name of the extra that brings them."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} is not installed. Run bash scripts/setup.sh {extra}, or pip "
+            f"install --editable '.[{extra}]'."
+        )
 
 
 def quiet_transformers() -> None:

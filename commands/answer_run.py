@@ -22,18 +22,7 @@ from stageline.data.batches.batch import encode_sample
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.distributed.process_group import meet, take_own_devices
 from stageline.errors import DataError, RemoteError, UserError
-from stageline.evaluation.predictions import (
-    Asking,
-    EvaluationReplicas,
-    FewShot,
-    Outcome,
-    PredictionFile,
-    check_ids,
-    fingerprint,
-    merge_shards,
-    predict,
-    shard_path,
-)
+from stageline.evaluation import predictions
 from stageline.evaluation.report import check_same_samples
 from stageline.inference.model_cutter import Wanted
 from stageline.inference.vllm_engine import VllmEngine, check_vllm
@@ -49,7 +38,7 @@ HANDED_OVER = ("samples", "batch_size")
 
 @contextmanager
 def opened(
-    config: Arguments, replicas: EvaluationReplicas
+    config: Arguments, replicas: predictions.EvaluationReplicas
 ) -> Iterator[tuple[Any, Any, dict[str, Any]] | None]:
     """Open what answers: a model here, a pipeline of stages, vLLM, or an endpoint.
 
@@ -160,7 +149,7 @@ class Answered:
 
     dataset: Any
     rows: range
-    file: PredictionFile
+    file: predictions.PredictionFile
     settings: dict[str, Any]
 
 
@@ -182,28 +171,26 @@ def answer_samples(
         plan_model(config)
         return None
 
-    # the replica of this process, of those that `start_processes` has started
-    replicas = EvaluationReplicas()
-    if not run.check_only:
-        rank = int(os.environ.get("RANK", "0"))
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        num_stages = world_size // run.num_replicas
-        wait = timedelta(seconds=SECONDS_TO_MEET)
-        replicas = EvaluationReplicas(
-            index=rank // num_stages,
-            count=run.num_replicas,
-            is_first=rank % num_stages == 0,
-            store=meet(rank, world_size, wait) if world_size > 1 else None,
-        )
-
     # the samples
     with leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
         dataset = open_dataset()
     rows = range(min(len(dataset), run.limit or len(dataset)))
-    check_ids(dataset, rows)
+    predictions.check_ids(dataset, rows)
     check(dataset, rows)
     if run.check_only:
         return None
+
+    # the replica of this process, of those that `start_processes` has started
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    num_stages = world_size // run.num_replicas
+    wait = timedelta(seconds=SECONDS_TO_MEET)
+    replicas = predictions.EvaluationReplicas(
+        index=rank // num_stages,
+        count=run.num_replicas,
+        is_first=rank % num_stages == 0,
+        store=meet(rank, world_size, wait) if world_size > 1 else None,
+    )
 
     # the file of predictions, and what it does not have yet
     folder = Path(run.output_dir)
@@ -213,14 +200,14 @@ def answer_samples(
     # training may have changed the weights of a folder since the last call
     folders = [Path(one) for one in (run.model_path, *(run.adapter_path or ())) if one]
     weights = [folder_facts(one) for one in folders if one.is_dir()]
-    key = fingerprint({**settings, "weights": weights})
+    key = predictions.fingerprint({**settings, "weights": weights})
     if replicas.is_main:
         bad_rows.write(folder / "bad_rows.jsonl")
         save_config(config, folder / "config.yaml")
-        merge_shards(path)  # a killed run leaves shards behind
+        predictions.merge_shards(path)  # a killed run leaves shards behind
         replicas.tell("merged")
     replicas.wait_for([0], "merged")
-    file, outcome = PredictionFile(path, settings_key=key), Outcome()
+    file, outcome = predictions.PredictionFile(path, settings_key=key), predictions.Outcome()
     samples = {row: dataset[row][1] for row in rows}
     check_same_samples(file.records, list(samples.values()), path=file.path)
     missing = [row for row in rows if str(samples[row]["id"]) not in file.records]
@@ -233,7 +220,9 @@ def answer_samples(
     if missing and (share or run.engine == "pipeline"):  # all its processes take part
         own = file
         if several and share:
-            own = PredictionFile(shard_path(path, replicas.index), settings_key=key)
+            own = predictions.PredictionFile(
+                predictions.shard_path(path, replicas.index), settings_key=key
+            )
         with opened(config, replicas) as found:
             if found is not None:
                 model, processor, facts = found
@@ -250,11 +239,11 @@ def answer_samples(
         replicas.tell("answered")
         if replicas.is_main:
             replicas.wait_for(range(replicas.count), "answered")
-            merge_shards(path)
-            file = PredictionFile(path, settings_key=key)
+            predictions.merge_shards(path)
+            file = predictions.PredictionFile(path, settings_key=key)
             left = [one for row in missing if (one := str(samples[row]["id"])) not in file.records]
             failed = {one: file.errors[one] for one in left if one in file.errors}
-            outcome = Outcome([one for one in left if one not in failed], failed)
+            outcome = predictions.Outcome([one for one in left if one not in failed], failed)
 
     if not replicas.is_main:
         return None
@@ -279,12 +268,12 @@ def ask(
     config: Arguments,
     dataset: Any,
     rows: Any,
-    file: PredictionFile,
+    file: predictions.PredictionFile,
     *,
     model: Any,
     processor: Any,
     is_shown: bool,
-) -> Outcome:
+) -> predictions.Outcome:
     """Ask the model component for the given rows; engines batch many samples by themselves."""
     run, parts = config.run, config.parts
     part, is_engine = parts["model"].part, run.engine in ENGINES
@@ -295,7 +284,7 @@ def ask(
     def num_tokens(rendered: Any, images: Any) -> int:
         return len(encode_sample(rendered, images, processor=processor, name=rendered.name))
 
-    asking = Asking(
+    asking = predictions.Asking(
         run.batch_size,
         length_of=None if processor is None or is_engine else num_tokens,
         has_own_batches=is_engine,
@@ -304,7 +293,7 @@ def ask(
         is_shown=is_shown,
     )
     answer = functools.partial(part, model, processor, **options)
-    return predict(
+    return predictions.predict(
         dataset, rows, answer=answer, texts=texts, processor=processor, file=file, asking=asking
     )
 
@@ -321,9 +310,8 @@ def fill_function(config: Arguments) -> Callable:
                 f"--num-fewshot {run.num_fewshot} requires {spelled(name)} with {argument}, which "
                 f"{parts[name].key} has not. Choose such a component, or drop --num-fewshot."
             )
-    kwargs = {**parts["dataset"].kwargs, "split": run.fewshot.split}
-    fewshot = FewShot(
-        parts["dataset"].part(dataset_path=run.dataset_path, **kwargs),
+    fewshot = predictions.FewShot(
+        parts["dataset"].bound(dataset_path=run.dataset_path, split=run.fewshot.split),
         count=run.num_fewshot,
         seed=run.fewshot.seed,
         per_sample=run.fewshot.per_sample,

@@ -32,27 +32,19 @@ def main() -> int:
     import transformers  # after the options: --help answers at once
 
     from commands.answer_run import build_model, plan_model
-    from stageline.inference.dialogue import (
-        HELP,
-        Dialogue,
-        LocalModel,
-        Server,
-        note,
-        read_message,
-        server_url,
-    )
+    from stageline.inference import dialogue
     from stageline.inference.remote import Endpoint
 
-    engine: LocalModel | Server
+    engine: dialogue.LocalModel | dialogue.Server
     if run.server:
         endpoint = Endpoint(
             name=run.server_model or "",
-            base_url=server_url(run.server),
+            base_url=dialogue.server_url(run.server),
             api_key_env=run.api_key_env,
             max_retries=1,  # a person waits
         )
-        engine = Server(endpoint)
-        note(f"{endpoint.name} at {endpoint.base_url}")
+        engine = dialogue.Server(endpoint)
+        dialogue.note(f"{endpoint.name} at {endpoint.base_url}")
     else:
         check_model_path(run, parts["builder"].part)
         if run.plan:
@@ -65,10 +57,10 @@ def main() -> int:
             )
         prepare_texts(parts["prompt_fn"], processor, model)
         render, image_token = (parts[name].bound for name in ("prompt_fn", "image_token"))
-        engine = LocalModel(model, processor, render=render, image_token=image_token)
+        engine = dialogue.LocalModel(model, processor, render=render, image_token=image_token)
 
     answering = {name: getattr(run, name) for name in option_fields(ChatSettings)}
-    dialogue = Dialogue(
+    talk = dialogue.Dialogue(
         engine,
         write=functools.partial(print, end="", flush=True),
         change=functools.partial(changed, run),
@@ -81,15 +73,15 @@ def main() -> int:
     if is_terminal:
         import readline  # noqa: F401 - lets input() edit a line
 
-        note(HELP)
+        dialogue.note(dialogue.HELP)
     while True:
         try:
-            message = read_message(input, prompt="> " if is_terminal else "")
+            message = dialogue.read_message(input, prompt="> " if is_terminal else "")
         except EOFError:
             return 0
         except KeyboardInterrupt:
             return INTERRUPTED
-        if message and not dialogue.respond(message):
+        if message and not talk.respond(message):
             return 0
 
 

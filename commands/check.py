@@ -1,8 +1,8 @@
 """Check that a split model computes what the whole one does; on the CPU, no GPU is needed.
 
-`python check_model.py` takes the options of a training command, as they are. It builds the stages
-with the functions that train_pp.py uses. Exit code 0: equal; 1: a difference, the table says which;
-2: a wrong option. With `--exported` it compares an exported folder with its checkpoint instead.
+`stageline check` takes the options of a training command, as they are. It builds the stages with
+the functions that train_pp.py uses. Exit code 0: equal; 1: a difference, the table says which; 2: a
+wrong option. With `--exported` it compares an exported folder with its checkpoint instead.
 """
 
 from __future__ import annotations
@@ -127,13 +127,8 @@ def build(config: CheckArguments, *, stage: int, num_stages: int, source: ModelS
     from commands.train_parts import stage_builder
 
     run = config.run
-    changed = for_check(
-        run,
-        config_path=source.config_path,
-        model_path=source.model_path,
-        processor_path=source.processor_path,
-        gradient_checkpointing=run.gradient_checkpointing and num_stages == run.num_stages,
-    )
+    recomputes = run.gradient_checkpointing and num_stages == run.num_stages
+    changed = for_check(run, **vars(source), gradient_checkpointing=recomputes)
     builder = stage_builder(dataclasses.replace(config, run=changed))
     return builder.build(stage, num_stages=num_stages, device="cpu")
 
@@ -155,13 +150,8 @@ def make_batches(
 
         @functools.cache
         def drawn(step: int) -> list[MicroBatch]:
-            make = functools.partial(
-                probe_batches,
-                model_config,
-                torch.float32,
-                num_micro_batches=count,
-                seed=run.seed + step * count,
-            )
+            numbers: dict[str, int] = {"num_micro_batches": count, "seed": run.seed + step * count}
+            make = functools.partial(probe_batches, model_config, torch.float32, **numbers)
             if has_tower:
                 with contextlib.suppress(UserError, AttributeError):  # a family without pictures
                     return make(tower=getattr(whole, "whole", whole))
@@ -169,23 +159,22 @@ def make_batches(
 
         return drawn
 
-    changes: dict[str, Any] = {
-        "eval_samples": 0,
-        "processor_path": preparation.source.processor_path,
-    }
-    num_micro_batches = schedule.legal_micro_batches(min(run.num_micro_batches, MOST_MICRO_BATCHES))
-    changes["batch_size"] = num_micro_batches * run.micro_batch_size
-    changed = dataclasses.replace(config, run=for_check(run, **changes))
-    data = Data(changed)
+    count = schedule.legal_micro_batches(min(run.num_micro_batches, MOST_MICRO_BATCHES))
+    changed = for_check(
+        run,
+        eval_samples=0,
+        processor_path=preparation.source.processor_path,
+        batch_size=count * run.micro_batch_size,
+    )
+    config = dataclasses.replace(config, run=changed)
+    data = Data(config)
     if getattr(data.train, "packed", None) is not None:
         data.train = data.train.unpacked()
     alone = DistributedContext()
-    steps = iter(make_loader(changed, data, alone, schedule, data.train, is_evaluation=False))
-    made: list[list[MicroBatch]] = []
+    steps = iter(make_loader(config, data, alone, schedule, data.train, is_evaluation=False))
 
-    def batches(step: int) -> list[MicroBatch]:
-        while len(made) <= step:
-            made.append(next(steps))
-        return made[step]
+    @functools.cache
+    def batches(step: int) -> list[MicroBatch]:  # steps are asked for in their order
+        return next(steps)
 
     return batches

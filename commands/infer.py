@@ -25,8 +25,7 @@ def main() -> int:
 
     def open_prompts() -> Any:
         if "dataset" in config.parts:
-            dataset = config.parts["dataset"]
-            return dataset.part(dataset_path=run.dataset_path, **dataset.kwargs)
+            return config.parts["dataset"].bound(dataset_path=run.dataset_path)
         return PromptRows(run.text or (), path=run.prompts)
 
     answered = answer_samples(config, open_prompts)

@@ -5,9 +5,7 @@ stageline lm-eval --model-path my_model --num-stages 2 --tasks arc_easy,hellaswa
 The first rank runs lm_eval; the others follow its engine.
 """
 
-import importlib.util
-
-from commands import is_first, start
+from commands import check_installed, is_first, start
 from commands.stages import place_stages
 from options.answer import LmEvalConfig
 from parse_args import parse_lm_eval_args
@@ -17,13 +15,8 @@ def main() -> int:
     """Run the tasks and print their figures; return the exit code."""
     run: LmEvalConfig = start(parse_lm_eval_args, "train_model").run
     from stageline.distributed.launch import launch_if_needed  # after the options: --help
-    from stageline.errors import UserError
 
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            "The package lm_eval, which brings the tasks, is not installed. Run bash "
-            "scripts/setup.sh lm-eval, or pip install --editable '.[lm-eval]'."
-        )
+    check_installed("lm_eval", extra="lm-eval")
     run, num_processes = place_stages(run)
     launch_if_needed(num_processes)
     from commands.decode_run import open_decoding  # not in the process that starts the others

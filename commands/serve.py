@@ -9,11 +9,10 @@ let what is under way finish for --http.shutdown_seconds, a second signal ends a
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 from typing import Any
 
-from commands import quiet_transformers, start
+from commands import check_installed, quiet_transformers, start
 from options.serve import ServeConfig, named_adapters
 from parse_args import parse_serve_args
 from stageline.distributed.stop import StopWords, speak_of_stops, stop_requested
@@ -21,7 +20,6 @@ from stageline.errors import UserError
 from stageline.serving.settings import ServerSettings, check_certificate, is_local, read_api_keys
 
 SHELF = ("train_model", "prompt_fn")
-PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 SECONDS_TO_END = 30.0  # in addition to --http.shutdown_seconds
 STOP_WORDS = StopWords(
     first="Nothing more is taken; answers under way may finish",
@@ -37,12 +35,7 @@ def main() -> int:
     speak_of_stops(STOP_WORDS)
     config = start(parse_serve_args, *SHELF)
     run = config.run
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"{', '.join(missing)} is not installed. Run bash scripts/setup.sh serve, or pip "
-            "install --editable '.[serve]'."
-        )
+    check_installed("fastapi", "uvicorn", "prometheus_client", extra="serve")
     api_keys = read_api_keys(run.api_key_env, run.http.api_key_file)
     check_certificate(run.http.ssl_certfile, run.http.ssl_keyfile)
     from commands.stages import place_stages, prepare

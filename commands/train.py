@@ -28,10 +28,7 @@ from stageline.terminal import terminal
 if TYPE_CHECKING:
     from commands.train_data import Data
 
-SHELF = (
-    *("train_model", "prompt", "prompt_fn", "dataset", "loss_fn", "metric", "optimizer"),
-    "tracker",
-)
+SHELF = "train_model prompt prompt_fn dataset loss_fn metric optimizer tracker".split()
 
 
 @dataclass(frozen=True)

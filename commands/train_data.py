@@ -22,22 +22,13 @@ from options.train import RunConfig, check_warmup
 from parse_args import TrainArguments
 from stageline.checkpoint.adapter import base_of, num_rows_on_disk, rows_of_adapter
 from stageline.checkpoint.files import find_checkpoint, weights_fingerprint
+from stageline.data.batches import sampler
 from stageline.data.batches.collate import encode_sft
 from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.preference import WithOthers
 from stageline.data.batches.preflight import CheckedCollate, check_vocabulary, preflight
 from stageline.data.batches.preview import preview
-from stageline.data.batches.sampler import (
-    StepSampler,
-    check_batch_sizes,
-    full_groups,
-    group_size_of,
-    has_sampler,
-    is_stream,
-    some_rows,
-    whole_groups,
-)
 from stageline.data.batches.step_maker import make_dataset
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.text.processor import get_pad_token_id, get_tokenizer, load_processor
@@ -68,10 +59,10 @@ def mixture_of(run: RunConfig, part: ChosenPart) -> dict[str, Any]:
     return given
 
 
-def has_tokens(dataset: Dataset) -> bool:
-    """Return whether the samples of a dataset are token ids already."""
+def tokens_in(dataset: Dataset) -> Any:
+    """Return the dataset whose samples are token ids already; None: they are texts."""
     inner = dataset.dataset if isinstance(dataset, Subset) else dataset
-    return bool(getattr(inner, "has_tokens", False))
+    return inner if getattr(inner, "has_tokens", False) else None
 
 
 def answers_of(config: TrainArguments) -> int:
@@ -87,16 +78,16 @@ def epoch_sampler(run: RunConfig, dataset: Any, *, answers: int = 1) -> Any:
         "dp_degree": run.dp_degree or 1,
         "seed": run.seed,
     }
-    if has_sampler(dataset):
+    if sampler.has_sampler(dataset):
         place = {"dp_rank": 0, "shuffle": True, "start_step": 0, "position": None}
         return dataset.make_sampler(batch_size=run.batch_size, **place, **common)
-    common |= {"pads": run.rows.last == "pad", "group_size": group_size_of(dataset)}
-    return StepSampler(len(dataset), **common)
+    common |= {"pads": run.rows.last == "pad", "group_size": sampler.group_size_of(dataset)}
+    return sampler.StepSampler(len(dataset), **common)
 
 
 def epoch_steps(run: RunConfig, dataset: Any, *, answers: int = 1) -> int:
     """Return the optimizer steps of an epoch; refuse a stream, which has no epochs."""
-    if not is_stream(dataset):
+    if not sampler.is_stream(dataset):
         return max(1, len(epoch_sampler(run, dataset, answers=answers))) * run.rollouts.inner_steps
     asked = "--num-train-epochs" if run.num_train_epochs is not None else "epoch"
     raise UserError(
@@ -129,7 +120,7 @@ class Data:
             self.train = make(split="train")
             self.test = make(split="test") if run.eval_samples else None
         if self.test is not None and run.eval_samples != "all":
-            self.test = some_rows(self.test, run.eval_samples)
+            self.test = sampler.some_rows(self.test, run.eval_samples)
         if (environment := parts.get("environment")) is not None:
             self.train = OpenedRows(self.train, environment.bound)
             self.test = None if self.test is None else OpenedRows(self.test, environment.bound)
@@ -280,7 +271,7 @@ def check_data(config: TrainArguments) -> Data:
 
     # groups stay whole in batches
     for one in filter(None, (data.train, data.test)):
-        size = group_size_of(one)
+        size = sampler.group_size_of(one)
         num_prompts = run.batch_size * run.accumulate_steps // run.rollouts.group_size
         if loss.facts.samples_answers and num_prompts % size:
             raise UserError(
@@ -288,7 +279,7 @@ def check_data(config: TrainArguments) -> Data:
                 f"Make --batch-size a multiple of {size * run.rollouts.group_size}."
             )
         if not loss.facts.samples_answers:
-            check_batch_sizes(
+            sampler.check_batch_sizes(
                 batch_size=run.batch_size,
                 micro_batch_size=run.micro_batch_size,
                 group_size=size,
@@ -301,7 +292,7 @@ def check_data(config: TrainArguments) -> Data:
             )
 
     # rows of token ids are not tokenized, and drawn rows have no last ones
-    if has_tokens(data.train):
+    if tokens_in(data.train) is not None:
         if not collate.facts.takes_tokens:
             raise UserError(
                 f"--collate-fn {collate.key} takes no token ids, which --dataset {dataset.key} "
@@ -309,7 +300,9 @@ def check_data(config: TrainArguments) -> Data:
             )
         if run.packing and getattr(data.train, "packed", None) is not None:
             raise UserError("--packing and --dataset.rows packed exclude each other. Drop one.")
-    if run.rows.last == "pad" and (is_stream(data.train) or has_sampler(data.train)):
+    if run.rows.last == "pad" and (
+        sampler.is_stream(data.train) or sampler.has_sampler(data.train)
+    ):
         raise UserError(
             f"--rows.last pad has no effect on --dataset {dataset.key}, a stream or drawn by "
             "types. Drop it, or fill types up with --drop-mode first_ends_fill or last_ends_fill."
@@ -414,18 +407,17 @@ def check_rows(config: TrainArguments, data: Data, dataset: Any, label: str) -> 
         "vocab_size": data.vocab_size,
         "overlong": config.parts["collate_fn"].kwargs.get("overlong", "error"),
     }
-    if has_tokens(dataset):  # too many rows; micro-batches are checked later
-        inner: Any = dataset.dataset if isinstance(dataset, Subset) else dataset
-        say(f"{label}: {inner.check(**limits)}")
+    if (tokens := tokens_in(dataset)) is not None:  # many rows; micro-batches are checked later
+        say(f"{label}: {tokens.check(**limits)}")
         return dataset
     report = preflight(
         dataset, **data.texts, **limits, bad_rows=data.bad_rows, seed=run.seed, encode=data.encode
     )
-    size = group_size_of(dataset)
-    bad = set(whole_groups(report.bad, size))
+    size = sampler.group_size_of(dataset)
+    bad = set(sampler.whole_groups(report.bad, size))
     with_them = len(bad) - len(report.bad)
     # a partly dropped group stays, because its other rows are in the loss
-    dropped = [] if is_stream(dataset) else full_groups(report.dropped, size)
+    dropped = [] if sampler.is_stream(dataset) else sampler.full_groups(report.dropped, size)
     left_out = bad | set(dropped)
     text = f"{report}, {with_them} more of their groups" if with_them else str(report)
     if dropped:
@@ -439,16 +431,17 @@ def check_rows(config: TrainArguments, data: Data, dataset: Any, label: str) -> 
 def left_over_rows(run: RunConfig, dataset: Any, *, answers: int = 1) -> str:
     """Return a line on how many rows an epoch leaves out; of drawn types their own report."""
     num_rows = len(dataset)
-    if is_stream(dataset):
+    if sampler.is_stream(dataset):
         return ""
-    sampler = epoch_sampler(run, dataset, answers=answers)
-    if has_sampler(dataset):
-        return sampler.report() if hasattr(sampler, "report") else ""
-    rest = num_rows % (sampler.step_samples * sampler.dp_degree)
+    steps = epoch_sampler(run, dataset, answers=answers)
+    if sampler.has_sampler(dataset):
+        return steps.report() if hasattr(steps, "report") else ""
+    step_rows = steps.step_samples * steps.dp_degree
+    rest = num_rows % step_rows
     if rest == 0:
         return ""
-    if sampler.pads:
-        more = len(sampler) * sampler.step_samples * sampler.dp_degree - num_rows
+    if steps.pads:
+        more = len(steps) * step_rows - num_rows
         return f"each epoch repeats {more} of {num_rows} rows, different ones each time\n"
     told = f"each epoch leaves out {rest} of {num_rows} rows, different ones each time"
     return f"{told} (--rows.last pad uses all)\n"
@@ -465,7 +458,7 @@ def show_samples(config: TrainArguments, data: Data, schedule: Schedule) -> None
         encoded = data.encode(*data.train[row])
         return max(map(len, encoded.whole)) if encoded.is_cut else 0
 
-    may_cut = data.knows_rows and not has_tokens(data.train)
+    may_cut = data.knows_rows and tokens_in(data.train) is None
     preview(
         make_loader(config, data, first, schedule, data.train, is_evaluation=False),
         data.train,

@@ -93,8 +93,7 @@ def run_pipeline(
         pairs=schedule.pairs,
     ) as context:
         parts = TrainingParts(config, data, make_runner, places_layers=True)
-        train(parts, context, streams=False)
-    return 0
+        return train(parts, context, streams=False)
 
 
 def run_streaming(config: RunPlan, data: Data) -> int:
@@ -102,12 +101,12 @@ def run_streaming(config: RunPlan, data: Data) -> int:
     with distributed_context(num_ranks=1, device="cpu") as alone:
         context = replace(alone, lanes=tuple(stage_devices(config.run.device)))
         make_runner = functools.partial(make_streaming_runner, config)
-        train(TrainingParts(config, data, make_runner, places_layers=False), context, streams=True)
-    return 0
+        parts = TrainingParts(config, data, make_runner, places_layers=False)
+        return train(parts, context, streams=True)
 
 
-def train(parts: TrainingParts, context: DistributedContext, *, streams: bool) -> None:
-    """Run the trainer on this rank."""
+def train(parts: TrainingParts, context: DistributedContext, *, streams: bool) -> int:
+    """Run the trainer on this rank; return the exit code."""
     config, run = parts.config, parts.config.run
     name_stages(config.topology.schedule.stages_of(context.pp_rank))
     has_gpu = is_accelerator(context.devices[0])
@@ -117,15 +116,14 @@ def train(parts: TrainingParts, context: DistributedContext, *, streams: bool) -
     memory = MemoryAccount(context.devices, remedies, answering_remedies(run))
     on_full_memory(memory.describe)
     Trainer(trainer_config(run), parts, context, memory=memory).run()
+    return 0
 
 
 def answering_remedies(run: Any) -> list[str]:
     """Return the remedies for a run out of memory during the answers of its own model."""
     names = ("prompts_together", "max_completion_length", "group_size")
-    given = {name: getattr(run.rollouts, name) for name in names}
-    found = [
-        f"a smaller --rollouts.{name} (now {given[name]})" for name in names if given[name] > 1
-    ]
+    given = [(name, value) for name in names if (value := getattr(run.rollouts, name)) > 1]
+    found = [f"a smaller --rollouts.{name} (now {value})" for name, value in given]
     return [*found, f"more --num-stages (now {run.num_stages})"]
 
 
@@ -133,17 +131,16 @@ def make_streaming_runner(
     config: TrainArguments, stages: Sequence[Stage], context: DistributedContext
 ) -> StreamingRunner:
     """Return the runner over the stages; print what they take."""
-    run, models = config.run, list(stages)
+    run, num_stages = config.run, len(stages)
     budget = None if run.streaming.budget is None else int(run.streaming.budget * GIB)
     lanes = lanes_of(context.devices, budget=budget)
-    num_together = run.streaming.stages
-    together = even_plan(len(models), min(num_together, len(models))) if num_together else None
+    together = min(run.streaming.stages, num_stages)
     runner = StreamingRunner(
-        models,
+        list(stages),
         lanes=lanes,
         group=context.pp_group,
         seed=run.seed,
-        plan=together,
+        plan=even_plan(num_stages, together) if together else None,
         by_layer=run.recompute_grain == "layer",
         stale=run.stale_step,
         pin_model=run.pin_model,
@@ -162,7 +159,7 @@ def make_streaming_runner(
     budget = lanes[0].pool.budget
     limit = "all memory" if budget is None else f"{budget / GIB:.2f} GiB"
     say(
-        f"streaming: {len(models)} stages in host memory through {names}, {limit} of each for "
+        f"streaming: {num_stages} stages in host memory through {names}, {limit} of each for "
         f"weights and gradients; {host:.2f} GiB of host memory without the optimizer's state"
     )
     return runner

@@ -46,7 +46,6 @@ from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
 from stageline.data.batches.prompts import encode_question, prompt_of
 from stageline.data.batches.sampler import group_size_of
 from stageline.data.batches.step_maker import PromptMaker, read_row
-from stageline.data.images.images import ImageExpander
 from stageline.data.rows.readers import data_fingerprint
 from stageline.data.text.processor import get_tokenizer, num_token_ids
 from stageline.distributed.process_group import DistributedContext, wait_for_weights
@@ -54,7 +53,6 @@ from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
 from stageline.evaluation.report import check_metric, score_answers
 from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
-from stageline.inference.decoding.request import Sampling
 from stageline.inference.generation import num_positions, stop_ids_of
 from stageline.model_folder import find_folder, load_config
 from stageline.modules.chunked_loss import ChunkedLoss, LossByToken
@@ -68,6 +66,7 @@ from stageline.planner.planner import Planner, place_together, teacher_bytes
 from stageline.seeds import host_state_kept, seed_everything
 from stageline.stage import Stage
 from stageline.stages.packing import check_packing
+from stageline.training import part_checks, rollouts
 from stageline.training.distillation import (
     OwnAnswers,
     Teacher,
@@ -77,22 +76,8 @@ from stageline.training.distillation import (
 )
 from stageline.training.loss_part import LossPart, StepLoss
 from stageline.training.optimizers import optimizer_groups
-from stageline.training.part_checks import (
-    check_learning_rate,
-    check_loss,
-    check_optimizer,
-    check_sim_fn,
-)
 from stageline.training.replicas import Replicas
 from stageline.training.rewards import Reward, Rewards, try_rewards
-from stageline.training.rollouts import (
-    Completions,
-    RolloutOptions,
-    Rollouts,
-    SampleFile,
-    StageAnswers,
-    batches_of,
-)
 from stageline.training.trainer import TrainerConfig
 from stageline.training.turns import Episodes, MessageTokens
 from stageline.verify.names import check_filled_stages
@@ -104,7 +89,6 @@ def stage_builder(config: TrainArguments, *, images: Any = None) -> StageBuilder
     """Return what builds the stages of a run; `images`: the processor of the data."""
     run = config.run
     options = {**handed_to("train_model", run), **method_arguments(run), **attention_arguments(run)}
-    options["dtype"] = dtype_of(run)
     return StageBuilder(
         config.parts["train_model"],
         run.config_path or run.model_path,
@@ -112,7 +96,7 @@ def stage_builder(config: TrainArguments, *, images: Any = None) -> StageBuilder
         checkpoint_path=run.model_path,
         partition=run.partition if isinstance(run.partition, list) else None,
         trust_remote_code=run.trust_remote_code,
-        options=options,
+        options={**options, "dtype": dtype_of(run)},
         images=images if {*run.images.tiling().values()} != {None} else None,
     )
 
@@ -122,41 +106,35 @@ def teacher_builder(config: TrainArguments) -> StageBuilder:
     run, path = config.run, config.run.teacher.path
     assert path is not None
     key = family_key(path, trust_remote_code=run.trust_remote_code)
-    options: dict[str, Any] = {
-        "dtype": dtype_of(run),
-        "device": run.device,
-        **attention_arguments(run),
-    }
-    options["processor_path"] = run.processor_path or run.model_path or run.config_path
+    processor = run.processor_path or run.model_path or run.config_path
+    options = {"dtype": dtype_of(run), "device": run.device, "processor_path": processor}
     return StageBuilder(
         chosen_part("train_model", key),
         path,
         run.num_stages or 1,
         checkpoint_path=path,
         trust_remote_code=run.trust_remote_code,
-        options=options,
+        options={**options, **attention_arguments(run)},
     )
 
 
 def check_parts(config: TrainArguments, data: Data) -> None:
     """Refuse parts that do not keep their contracts, on the first rows; loads no model."""
     parts = config.parts
-    given = handed_to("optimizer", config.run)
-    check_call("optimizer", parts["optimizer"].bound, [], **given)
+    check_call("optimizer", parts["optimizer"].bound, [], **handed_to("optimizer", config.run))
     make_learning_rate(config)
     if "sim_fn" in parts:
-        check_sim_fn(parts["sim_fn"].bound)
+        part_checks.check_sim_fn(parts["sim_fn"].bound)
     with host_state_kept():
         rows = range(min(2 * group_size_of(data.train), len(data.train)))
         samples = [read_row(data.train, row) for row in rows]
         collate = functools.partial(data.collate, stage=min(1, (config.run.num_stages or 1) - 1))
         encode = as_collate_part(collate).encode
         batch = collate([encode(*sample) if encode else sample for sample in samples])
-    if config.parts["loss_fn"].facts.samples_answers:
+    if parts["loss_fn"].facts.samples_answers:
         batch = with_stand_ins(batch)
-    problem = check_loss(
-        bind_loss(config), batch, vocab_size=data.vocab_size or num_token_ids(data.processor)
-    )
+    vocab_size = data.vocab_size or num_token_ids(data.processor)
+    problem = part_checks.check_loss(bind_loss(config), batch, vocab_size=vocab_size)
     if problem is not None:
         say(problem)
 
@@ -227,7 +205,7 @@ def make_optimizer(
         lr_scale_of=lambda name: scales.get(part_of(name) or "", 1.0),
     )
     optimizer = call("optimizer", part.bound, groups, **handed_to("optimizer", run))
-    check_optimizer(optimizer, parameters, part=part.part)
+    part_checks.check_optimizer(optimizer, parameters, part=part.part)
     return optimizer
 
 
@@ -235,7 +213,7 @@ def make_learning_rate(config: TrainArguments) -> Callable[[int], float]:
     """Return the lr_scheduler part: step -> learning rate."""
     run, part = config.run, config.parts["lr_scheduler"]
     rate_of = call("lr_scheduler", part.bound, **handed_to("lr_scheduler", run))
-    check_learning_rate(rate_of, part=part.part)
+    part_checks.check_learning_rate(rate_of, part=part.part)
     return rate_of
 
 
@@ -327,10 +305,10 @@ class TrainingParts:
         steps = {"steps": f"{run.total_steps:,} of {samples} samples{epochs}"}
         teacher = {}
         if parts["loss_fn"].facts.needs_teacher:
-            own = run.teacher
-            kept = f"the {own.top_k} likeliest" if own.top_k else "the likeliest"
-            is_lumped = own.top_k or own.table
-            kept = f"{kept} tokens, the rest lumped into one" if is_lumped else "all tokens"
+            own, kept = run.teacher, "all tokens"
+            if own.top_k or own.table:
+                count = f"{own.top_k} " if own.top_k else ""
+                kept = f"the {count}likeliest tokens, the rest lumped into one"
             teacher["teacher"] = f"{own.path or own.url or own.table}, {kept}"
         return {
             "run folder": f"{Path(run.output_dir).absolute()} (run.log, log.jsonl, config.yaml)",
@@ -443,12 +421,10 @@ class TrainingParts:
         **place: Any,
     ) -> Any:
         """Return the batches of a dataset; `place`: is_evaluation, start_step, position."""
-        facts = host_facts(runner)
         if replicas is not None and self.config.run.teacher.lmbda:
-            return self._own_answers(dataset, context, runner, replicas, facts, **place)
-        return make_loader(
-            self.config, self.data, context, runner.schedule, dataset, facts=facts, **place
-        )
+            return self._own_answers(dataset, context, runner, replicas, **place)
+        place["facts"] = host_facts(runner)
+        return make_loader(self.config, self.data, context, runner.schedule, dataset, **place)
 
     def make_rollouts(
         self,
@@ -471,23 +447,16 @@ class TrainingParts:
 
         start_step = point.step if point else 0
         facts: Mapping[str, Any] = point.state.facts if point else {}
-        place = {
-            "start_step": start_step // run.rollouts.inner_steps,
-            "position": facts.get("position"),
-        }
-        prompts = self._prompts(data.train, context, is_evaluation=False, **place)
+        prompts = self._prompts(
+            data.train,
+            context,
+            is_evaluation=False,
+            start_step=start_step // run.rollouts.inner_steps,
+            position=facts.get("position"),
+        )
         samples = None
         if context.is_main and run.rollouts.keep_samples:
-            samples = SampleFile(Path(run.output_dir).absolute(), start_step=start_step)
-        names = {item.name for item in dataclasses.fields(RolloutOptions)}
-        options = RolloutOptions(
-            **{name: value for name, value in vars(run.rollouts).items() if name in names},
-            seed=run.seed,
-            reference=run.reference,
-            micro_batch_size=run.micro_batch_size,
-            is_sorted=run.rows.order == "sorted",
-            row_capacity=run.max_token_num if run.packing else None,
-        )
+            samples = rollouts.SampleFile(Path(run.output_dir).absolute(), start_step=start_step)
         answers, environment = self._stage_answers(context, runner), None
         if (chosen := self.config.parts.get("environment")) is not None:
             environment = Episodes(
@@ -497,10 +466,10 @@ class TrainingParts:
                 shared=answers.shared,
                 max_turns=run.rollouts.max_turns,
             )
-        rollouts = Rollouts(
+        drawn = rollouts.Rollouts(
             answers,
             make_rewards(self.config),
-            options,
+            rollout_options(run),
             prompts=prompts,
             collate=functools.partial(data.collate, stage=context.pp_rank),
             replicas=replicas,
@@ -512,10 +481,9 @@ class TrainingParts:
             on_samples=samples,
             episodes=environment,
         )
-        held_out = None
-        if data.test is not None:
-            held_out = self._prompts(data.test, context, is_evaluation=True)
-        return rollouts, held_out
+        if data.test is None:
+            return drawn, None
+        return drawn, self._prompts(data.test, context, is_evaluation=True)
 
     def make_completions(
         self,
@@ -523,13 +491,12 @@ class TrainingParts:
         runner: PipelineRunner,
         replicas: Replicas,
         start_step: int,
-    ) -> Completions | None:
+    ) -> rollouts.Completions | None:
         """Return what answers and scores held-out rows at each evaluation; None: none is."""
-        run, data = self.config.run, self.data
+        run, data, rows = self.config.run, self.data, []
         if not run.eval_completions:
             return None
         assert data.test is not None
-        rows = []
         for row in range(min(run.eval_completions, len(data.test))):
             images, sample = read_row(data.test, row)
             if (chosen := sample.get("chosen")) is not None:  # the right answer of a pair
@@ -539,19 +506,18 @@ class TrainingParts:
         given = {**data.texts, "processor": data.processor, "pad_token_id": data.pad_token_id}
         with host_state_kept():
             prompts = [encode_question(*row, **given) for row in rows]
-        metric = self.config.parts["metric"].bound
+        metric, samples = self.config.parts["metric"], None
         if context.is_main:
-            check_metric(metric, [sample for _, sample in rows[:2]])
-        return Completions(
+            check_metric(metric.bound, [sample for _, sample in rows[:2]])
+            samples = rollouts.SampleFile(Path(run.output_dir).absolute(), start_step=start_step)
+        return rollouts.Completions(
             self._stage_answers(context, runner),
             prompts,
-            functools.partial(score_answers, self.config.parts["metric"].key, metric),
+            functools.partial(score_answers, metric.key, metric.bound),
             replicas,
             max_new_tokens=run.eval_max_new_tokens,
             lot_size=run.batch_size,
-            on_samples=SampleFile(Path(run.output_dir).absolute(), start_step=start_step)
-            if context.is_main
-            else None,
+            on_samples=samples,
         )
 
     def _prompts(
@@ -571,10 +537,12 @@ class TrainingParts:
             **place,
         )
 
-    def _stage_answers(self, context: DistributedContext, runner: PipelineRunner) -> StageAnswers:
+    def _stage_answers(
+        self, context: DistributedContext, runner: PipelineRunner
+    ) -> rollouts.StageAnswers:
         run, data = self.config.run, self.data
         model_config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
-        return StageAnswers(
+        return rollouts.StageAnswers(
             runner,
             wire_of(context),
             processor=data.processor,
@@ -589,36 +557,28 @@ class TrainingParts:
         context: DistributedContext,
         runner: PipelineRunner,
         replicas: Replicas,
-        facts: Callable[[Any], Any] | None,
         **place: Any,
     ) -> OwnAnswers:
         """Return the batches of a dataset, with answers of the stages in a share of the rows."""
-        run, data = self.config.run, self.data
-        expander = ImageExpander.of(data.processor)
-        own = run.rollouts
+        run, own = self.config.run, rollout_options(self.config.run)
         return OwnAnswers(
             self._stage_answers(context, runner),
             prompts=self._prompts(dataset, context, **place),
             make_batches=functools.partial(
-                batches_of,
-                collate=functools.partial(data.collate, stage=context.pp_rank),
-                micro_batch_size=run.micro_batch_size,
-                is_sorted=run.rows.order == "sorted",
-                facts=facts,
-                row_capacity=run.max_token_num if run.packing else None,
+                rollouts.batches_of,
+                collate=functools.partial(self.data.collate, stage=context.pp_rank),
+                micro_batch_size=own.micro_batch_size,
+                is_sorted=own.is_sorted,
+                facts=host_facts(runner),
+                row_capacity=own.row_capacity,
                 legal_counts=runner.schedule.legal_micro_batches,
                 replicas=replicas,
             ),
             share=run.teacher.lmbda,
-            sampling=Sampling(
-                max_new_tokens=own.max_completion_length,
-                temperature=own.sampling_temperature,
-                stop=tuple(own.stop_strings or ()),
-            ),
+            sampling=own.sampling(own.sampling_temperature),
             lot_size=own.prompts_together,
             max_token_num=run.max_token_num,
             seed=run.seed,
-            image_ids=frozenset() if expander is None else expander.own_ids(),
             replicas=replicas,
             start_step=place["start_step"],
         )
@@ -689,6 +649,19 @@ class TrainingParts:
         return call("tracker", self.config.parts["tracker"].bound, **given)
 
 
+def rollout_options(run: RunConfig) -> rollouts.RolloutOptions:
+    """Return the options of drawing and using answers."""
+    names = {item.name for item in dataclasses.fields(rollouts.RolloutOptions)}
+    return rollouts.RolloutOptions(
+        **{name: value for name, value in vars(run.rollouts).items() if name in names},
+        seed=run.seed,
+        reference=run.reference,
+        micro_batch_size=run.micro_batch_size,
+        is_sorted=run.rows.order == "sorted",
+        row_capacity=run.max_token_num if run.packing else None,
+    )
+
+
 def host_facts(runner: PipelineRunner) -> Callable[[Any], Any] | None:
     """Return what the stages need of each micro-batch on the host; None for a custom stage."""
     return getattr(runner.local.models[0], "host_facts", None)
@@ -754,9 +727,7 @@ def make_rewards(config: TrainArguments) -> Rewards:
     run, chosen = config.run, config.parts["reward"].part
     weights = run.rollouts.reward_weights or [1.0] * len(chosen)
     parts = [
-        Reward(
-            one.key, one.bound, weight, takes_lots=one.facts.takes_lots, is_dear=one.facts.is_dear
-        )
+        Reward(one.key, one.bound, weight, one.facts.takes_lots, one.facts.is_dear)
         for one, weight in zip(chosen, weights, strict=True)
     ]
     return Rewards(parts, timeout=run.rollouts.reward_timeout)
@@ -792,6 +763,5 @@ def check_rewards(config: TrainArguments, data: Data) -> None:
     say(
         f"the first {count} prompts have at most {max(map(len, prompts))} tokens; with "
         f"--rollouts.max_completion_length {run.rollouts.max_completion_length} a row may have "
-        "--max-token-num "
-        f"{run.max_token_num}\n" + "\n".join(told)
+        f"--max-token-num {run.max_token_num}\n" + "\n".join(told)
     )

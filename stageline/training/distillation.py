@@ -236,13 +236,12 @@ class OwnAnswers:
         lot_size: int,
         max_token_num: int,
         seed: int,
-        image_ids: frozenset[int],
         replicas: Replicas,
         start_step: int = 0,
     ) -> None:
         self.answers, self.prompts, self.make_batches = answers, prompts, make_batches
         self.share, self.sampling, self.lot_size = share, sampling, lot_size
-        self.max_token_num, self.seed, self.image_ids = max_token_num, seed, image_ids
+        self.max_token_num, self.seed = max_token_num, seed
         self.replicas, self.start_step = replicas, start_step
         self.state_after = prompts.state_after
 
@@ -269,8 +268,7 @@ class OwnAnswers:
             texts = [answer.token_ids for [answer] in drawn]
             for (number, _), ids in zip(chosen, self.answers.shared(texts), strict=True):
                 room = self.max_token_num - len(prompt_of(samples[number]))
-                # training would look for the image of such a token
-                first = (place for place, one in enumerate(ids) if one in self.image_ids)
+                first = (place for place, one in enumerate(ids) if one in self.answers.image_ids)
                 if kept := ids[: min(room, next(first, room))]:
                     samples[number] = answered(samples[number], kept)
             numbers = torch.tensor([-1 if row is None else row for row, *_ in rows])

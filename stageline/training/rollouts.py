@@ -96,6 +96,9 @@ class StageAnswers:
         schedule = runner.schedule
         self.runner, self.wire, self.positions = runner, wire, positions
         self.processor, self.pad_token_id = processor, pad_token_id
+        expander = ImageExpander.of(processor)
+        # training would look for the picture of such a token
+        self.image_ids = frozenset() if expander is None else expander.own_ids()
         self.models = list(runner.local)
         for model in self.models:
             if not model.can_decode:
@@ -440,8 +443,6 @@ class Rollouts:
         self.figures, self.seconds = dict[str, float](), dict[str, float]()
         self.busy_seconds, self.is_last = 0.0, True
         self._tokenizer = get_tokenizer(answers.processor)
-        expander = ImageExpander.of(answers.processor)
-        self._image_ids = frozenset() if expander is None else expander.own_ids()
         self.start_mode: Mode | None = None
         self.start_reason = ""
         if options.kl_beta:
@@ -524,7 +525,7 @@ class Rollouts:
             sampling = options.sampling(options.sampling_temperature)
             answers, judging = self._answers_to(prompts, seeds, sampling, lot_size)
         made = [
-            AnswerRow.of(row, prompt, answer, self._image_ids)
+            AnswerRow.of(row, prompt, answer, self.answers.image_ids)
             for (row, _, prompt), group in zip(rows, answers, strict=True)
             for answer in group
         ]

@@ -1,1 +1,1 @@
-"""Compares a user's split model with the whole one: `python check_model.py`."""
+"""Compares a user's split model with the whole one: `stageline check`."""
