@@ -28,7 +28,7 @@ from stageline.inference.model_cutter import Wanted
 from stageline.inference.vllm_engine import VllmEngine, check_vllm
 from stageline.planner.estimate import Load
 
-SECONDS_TO_MEET = 600.0
+WAIT = timedelta(minutes=10)  # for the other processes of a run
 EXPORTED = "~/.cache/stageline/exported"  # vLLM reads models from here
 ENGINE_FILE = "engine.json"
 ENGINES = ("pipeline", "vllm")  # they answer many samples at once
@@ -184,12 +184,11 @@ def answer_samples(
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     num_stages = world_size // run.num_replicas
-    wait = timedelta(seconds=SECONDS_TO_MEET)
     replicas = predictions.EvaluationReplicas(
         index=rank // num_stages,
         count=run.num_replicas,
         is_first=rank % num_stages == 0,
-        store=meet(rank, world_size, wait) if world_size > 1 else None,
+        store=meet(rank, world_size, WAIT) if world_size > 1 else None,
     )
 
     # the file of predictions, and what it does not have yet

@@ -107,31 +107,21 @@ def write(config: CorpusArguments) -> None:
     print(report)
 
 
-def make_cutter(tokenizer_path: str, kind: str, splitter: Any, rules: Any) -> Any:
-    """Return the cutter of a worker; None in the rules adds a token where the tokenizer has it."""
+def make_cutter(tokenizer_path: str, kind: Any, splitter: Any, rules: Any) -> Any:
+    """Return the cutter of a worker."""
     from stageline.corpus.cut import DocumentCutter
-
-    encoder = load_tokenizer(tokenizer_path, kind)
-    rules = dataclasses.replace(
-        rules,
-        adds_bos=encoder.info.bos_id is not None if rules.adds_bos is None else rules.adds_bos,
-        adds_eos=encoder.info.eos_id is not None if rules.adds_eos is None else rules.adds_eos,
-    )
-    return DocumentCutter(encoder, splitter, rules)
-
-
-def load_tokenizer(path: str, kind: Any = "tokenizers") -> Any:
-    """Return the encoder of a tokenizer's folder; a file in it may be named as well."""
     from stageline.corpus.encoder import load_encoder
 
-    return load_encoder(Path(path).parent if Path(path).is_file() else path, kind=kind)
+    return DocumentCutter(load_encoder(tokenizer_path, kind=kind), splitter, rules)
 
 
 def open_encoder(path: str | None, known: Any) -> Any | None:
     """Return the encoder of a folder, None without one; refuse another than made the corpus."""
+    from stageline.corpus.encoder import load_encoder
+
     if path is None:
         return None
-    encoder = load_tokenizer(path)
+    encoder = load_encoder(path, kind="tokenizers")
     if known is not None and encoder.info.fingerprint != known.fingerprint:
         raise DataError(
             f"--tokenizer-path {path} is another tokenizer than that of the corpus, {known.name} "
@@ -240,7 +230,7 @@ def remove(config: CorpusArguments) -> None:
 
 def convert(config: CorpusArguments) -> None:
     """Copy from and to Megatron-core's files, by what there is."""
-    from stageline.corpus import corpus_files, tools
+    from stageline.corpus import corpus_files, encoder, tools
 
     run = config.run
     prefix, new = run.read_path_prefix, run.new_path_prefix
@@ -255,7 +245,7 @@ def convert(config: CorpusArguments) -> None:
     header = tools.from_megatron(
         prefix,
         new,
-        tokenizer=load_tokenizer(run.tokenizer_path).info,
+        tokenizer=encoder.load_encoder(run.tokenizer_path, kind="tokenizers").info,
         seq_length=run.seq_length,
         language=run.language,
         overwrite=run.overwrite,

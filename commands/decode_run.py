@@ -59,7 +59,6 @@ class AnsweringModel:
     key: str | None = None  # train_model component; None: that of the architecture
     partition: tuple[int, ...] | None = None  # None: equal times of a decoding step
     trust_remote_code: bool = False
-    attn_implementation: str | None = None
 
     @functools.cached_property
     def base(self) -> Path:
@@ -86,9 +85,6 @@ class AnsweringModel:
                 "no train_model component. Name your own with --train-model, or use --engine "
                 "device_map."
             )
-        options: dict[str, Any] = {"is_piece": True}  # the processor is loaded apart
-        if self.attn_implementation:
-            options["attn_implementation"] = self.attn_implementation
         partition: Sequence[int] | None = self.partition
         if partition is None and self.num_stages > 1 and stage_key(self.config) is not None:
             partition = decode_partition(
@@ -104,7 +100,7 @@ class AnsweringModel:
             checkpoint_path=str(self.folder),
             partition=partition,
             trust_remote_code=self.trust_remote_code,
-            options=options,
+            options={"is_piece": True},  # the processor is loaded apart
         )
 
     def build(self, stage: int, device: torch.device | str) -> Any:

@@ -13,11 +13,10 @@ from commands import quiet_transformers, start
 from commands.stages import StageBuilder, lora_options, stage_key
 from options.export import shard_bytes
 from options.parts import chosen_part
-from parse_args import parse_export_args
+from parse_args import CheckArguments, parse_export_args
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
-    from parse_args import CheckArguments
     from stageline.stage import Stage
     from stageline.verify.scaled_copy import VerifyMode
 
@@ -49,7 +48,7 @@ def main() -> None:
         print(f"note: {note}")
 
 
-def check_exported(config: "CheckArguments") -> int:
+def check_exported(config: CheckArguments) -> int:
     """Compare an exported folder with its checkpoint, print how, and return the exit code."""
     from stageline.checkpoint.export_files import find_source
     from stageline.verify.export import check_export

@@ -28,6 +28,7 @@ def main() -> int:
     if run.check_only:
         return 0
     given = {**vars(run), **vars(run.lm_eval)}
+    about = {"pretrained": run.model_path, "dtype": run.precision, "num_stages": run.num_stages}
     with open_decoding(run) as engine:
         if engine is None:
             return 0
@@ -38,11 +39,7 @@ def main() -> int:
             settings=TaskSettings(**{name: given[name] for name in vars(TaskSettings())}),
             add_bos_token=run.lm_eval.add_bos_token,
             seed=run.seed,
-            described={
-                "pretrained": run.model_path,
-                "dtype": run.precision,
-                "num_stages": run.num_stages,
-            },
+            described=about,
             output_path=run.output_path,
         )
         print(results_table(results))

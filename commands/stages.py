@@ -5,6 +5,7 @@ trained, without an export.
 """
 
 import dataclasses
+import functools
 import inspect
 import os
 from collections import Counter
@@ -187,12 +188,8 @@ class StageBuilder:
         # for names only: methods that change none are off
         changes: dict[str, Any] = {"checkpoint_path": None, "device": "meta", "is_piece": True}
         changes |= {"methods": None} if "methods" in self.options else {}
-
-        def outline(stage: int, num_stages: int | None = None) -> Any:
-            return self.build(stage, num_stages=num_stages, **changes)
-
         return check_outlines(
-            outline,
+            functools.partial(self.build, **changes),
             stages=stages,
             num_stages=self.num_stages,
             ranks=ranks,

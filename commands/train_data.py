@@ -242,14 +242,13 @@ def read_anew(config: TrainArguments, data: Data) -> dict[str, object]:
     answers = answers or run.teacher.lmbda > 0
     processor = run.processor_path or run.model_path or run.config_folder
     folders = run.config_folder, processor, *(run.adapter_path or ())
-    told = {one: files_fingerprint(one, answers=answers) for one in dict.fromkeys(folders)}
     paths = filter(None, (run.teacher.path, run.teacher.table))
     teacher = [weights_fingerprint(Path(path)) for path in paths]
     owners = data.processor, get_tokenizer(data.processor)
     texts = [data.texts["prompt"], *(getattr(one, "chat_template", None) for one in owners)]
     return {
         START: start_weights(run),
-        FILES: [*(told[folder] for folder in folders), *teacher],
+        FILES: [*(files_fingerprint(one, answers=answers) for one in folders), *teacher],
         TEXTS: hashlib.sha256(repr(texts).encode()).hexdigest(),
     }
 

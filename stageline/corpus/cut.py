@@ -7,6 +7,7 @@ so each piece decodes to text.
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy
@@ -61,7 +62,7 @@ class DocumentCutter:
     def __init__(self, encoder: Encoder, splitter: Any | None, rules: CutRules) -> None:
         assert splitter is not None or not rules.splits_sentences
         assert rules.pieces == "greedy"
-        info = encoder.info
+        info, adds = encoder.info, list[bool]()
         for wanted, found, name in (
             (rules.adds_bos, info.bos_id, "BOS"),
             (rules.adds_eos, info.eos_id, "EOS"),
@@ -71,16 +72,17 @@ class DocumentCutter:
                     f"The tokenizer {info.name} has no {name} token. Switch {name} off for this "
                     "corpus, or give the tokenizer one."
                 )
-        if rules.seq_length < 1 + rules.adds_bos + rules.adds_eos:
+            adds.append(found is not None if wanted is None else wanted)
+        if rules.seq_length < 1 + sum(adds):
             raise UserError(
                 f"Segments of {rules.seq_length} tokens have no room for text with BOS and EOS. "
                 "Raise `seq_length`."
             )
         self.encoder = encoder
         self.splitter = splitter if rules.splits_sentences else None
-        self.rules = rules
-        self._bos = numpy.array([info.bos_id] * rules.adds_bos, dtype=numpy.uint32)
-        self._eos = numpy.array([info.eos_id] * rules.adds_eos, dtype=numpy.uint32)
+        self.rules = replace(rules, adds_bos=adds[0], adds_eos=adds[1])
+        self._bos = numpy.array([info.bos_id] * adds[0], dtype=numpy.uint32)
+        self._eos = numpy.array([info.eos_id] * adds[1], dtype=numpy.uint32)
 
     def __call__(self, texts: Sequence[str]) -> tuple[Segments, CutCounts]:
         """Return segments of a batch of documents, in order; some hundred documents are best."""

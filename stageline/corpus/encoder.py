@@ -28,7 +28,7 @@ Spec = dict[str, Any]  # content of a tokenizer.json
 
 
 def load_encoder(tokenizer_path: str | Path, *, kind: Kind = "auto") -> "Encoder":
-    """Return the encoder of a tokenizer's folder.
+    """Return the encoder of a tokenizer's folder, or of the folder of a file.
 
     Args:
         kind: `auto`: tiktoken where it gives the same ids; `tiktoken`: an error where it does not.

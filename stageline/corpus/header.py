@@ -69,8 +69,9 @@ class CutRules:
     pieces: str = "greedy"
     splits_sentences: bool = True  # else a cut may be between any two tokens
     keeps_newlines: bool = True  # else a run of white space with a newline becomes one space
-    adds_bos: bool = True  # at the first segment of a document
-    adds_eos: bool = True  # at the last one
+    # at the first segment of a document, and at the last; None: where the tokenizer has the token
+    adds_bos: bool | None = True
+    adds_eos: bool | None = True
 
 
 Header = TypeVar("Header")

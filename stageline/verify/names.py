@@ -25,7 +25,7 @@ from stageline.modules.lora import WRAPPED, is_lora_name
 from stageline.modules.stage_names import StageNames, check_names, names_of_stage
 
 # (stage, num_stages) -> a stage model without weights, on meta
-Outline = Callable[[int, int], Any]
+Outline = Callable[..., Any]
 
 
 def check_outlines(
@@ -56,7 +56,7 @@ def check_outlines(
     def names(stage: int, count: int) -> StageNames | None:
         try:
             with torch.random.fork_rng(devices=[]):
-                return names_of_stage(outline(stage, count))
+                return names_of_stage(outline(stage, num_stages=count))
         except Exception:
             return None  # building the stage itself raises a better error
 
