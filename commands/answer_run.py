@@ -227,8 +227,7 @@ def answer_samples(
                 model, processor, facts = found
                 if replicas.is_main:
                     facts = {"engine": run.engine, "dtype": run.precision, **facts}
-                    facts["num_replicas"] = replicas.count
-                    text = json.dumps(facts, indent=2) + "\n"
+                    text = json.dumps({**facts, "num_replicas": replicas.count}, indent=2) + "\n"
                     (folder / ENGINE_FILE).write_text(text, encoding="utf-8")
                     if "device_map" in facts:
                         print(f"devices: {sorted(set(facts['device_map'].values()))}")

@@ -149,9 +149,7 @@ def wire_of(context: DistributedContext) -> Wire | None:
 
 
 @contextlib.contextmanager
-def open_decoding(
-    run: Any, *, model_path: str | None = None, beside: Sequence[str] = ()
-) -> Iterator[DecodingEngine | None]:
+def open_decoding(run: Any, *, beside: Sequence[str] = ()) -> Iterator[DecodingEngine | None]:
     """Build this rank's stage; yield an engine on the first rank of each replica.
 
     The others follow it to its end, then get None. `place_stages` has settled the number of stages.
@@ -163,7 +161,7 @@ def open_decoding(
             "scripts/export.sh --merge --adapter-weights, or use --engine device_map."
         )
     model = AnsweringModel(
-        folder=find_folder(model_path or run.model_path),
+        folder=find_folder(run.model_path),
         num_stages=run.num_stages,
         dtype=dtype_of(run),
         adapters=() if beside else tuple(run.adapter_path or ()),

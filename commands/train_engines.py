@@ -63,7 +63,7 @@ def run_training(config: RunPlan) -> int:
             num_ranks, processes = config.topology.num_ranks, config.topology.num_processes
             device = choose_device(run.device, local_rank=0, local_world_size=1)
             capacity = device_capacity(device, num_local_ranks=processes, gib=run.device_memory)
-            planner = make_planner(config, data, config.topology, device)
+            planner = make_planner(config, data, device)
             print(planner.plan(run.partition, (capacity,) * num_ranks), flush=True)
         return 0
     settle_allocators()
@@ -75,24 +75,21 @@ def run_pipeline(
 ) -> int:
     """Stages on a schedule, forward and backward in turn; one process and device per rank."""
     schedule = config.topology.schedule
-
-    def make_runner(stages: Sequence[Stage], context: DistributedContext) -> PipelineRunner:
-        return runner_class(
-            stages,
-            device=context.device,
-            group=context.pp_group,
-            channels=context.channels,
-            schedule=schedule,
-            seed=config.run.seed,
-        )
-
     with distributed_context(
         num_ranks=schedule.num_ranks,
         device=config.run.device,
         timeout=max(600.0, config.run.hang_timeout + 180.0),  # the watchdog's report says more
         pairs=schedule.pairs,
     ) as context:
-        parts = TrainingParts(config, data, make_runner, places_layers=True)
+        make_runner = functools.partial(
+            runner_class,
+            device=context.device,
+            group=context.pp_group,
+            channels=context.channels,
+            schedule=schedule,
+            seed=config.run.seed,
+        )
+        parts = TrainingParts(config, data, context, make_runner, places_layers=True)
         return train(parts, context, streams=False)
 
 
@@ -100,8 +97,8 @@ def run_streaming(config: RunPlan, data: Data) -> int:
     """Stages in host memory, streamed through the devices of this machine by one process."""
     with distributed_context(num_ranks=1, device="cpu") as alone:
         context = replace(alone, lanes=tuple(stage_devices(config.run.device)))
-        make_runner = functools.partial(make_streaming_runner, config)
-        parts = TrainingParts(config, data, make_runner, places_layers=False)
+        make_runner = functools.partial(make_streaming_runner, config, context)
+        parts = TrainingParts(config, data, context, make_runner, places_layers=False)
         return train(parts, context, streams=True)
 
 
@@ -115,7 +112,7 @@ def train(parts: TrainingParts, context: DistributedContext, *, streams: bool) -
     remedies = memory_remedies(run, has_gpu=has_gpu, streams=streams)
     memory = MemoryAccount(context.devices, remedies, answering_remedies(run))
     on_full_memory(memory.describe)
-    Trainer(trainer_config(run), parts, context, memory=memory).run()
+    Trainer(trainer_config(run), parts, memory=memory).run()
     return 0
 
 
@@ -128,7 +125,7 @@ def answering_remedies(run: Any) -> list[str]:
 
 
 def make_streaming_runner(
-    config: TrainArguments, stages: Sequence[Stage], context: DistributedContext
+    config: TrainArguments, context: DistributedContext, stages: Sequence[Stage]
 ) -> StreamingRunner:
     """Return the runner over the stages; print what they take."""
     run, num_stages = config.run, len(stages)

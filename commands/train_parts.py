@@ -16,22 +16,11 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from commands import say
+from commands import say, train_data
 from commands.decode_run import wire_of
 from commands.stages import StageBuilder, dtype_of, family_key
 from commands.train import RunPlan
-from commands.train_data import (
-    READ_ANEW,
-    START,
-    Data,
-    answers_of,
-    asks_for,
-    make_loader,
-    read_anew,
-    rows_option,
-    shared_loading,
-    start_weights,
-)
+from commands.train_data import Data
 from options.command_line import with_new_names
 from options.fields import absolute, given_options, handed_to, option_fields, spelled
 from options.model import learning_rate_scales, method_arguments
@@ -60,7 +49,6 @@ from stageline.modules.lora_layer import PISSA
 from stageline.modules.losses import IGNORE, next_labels, without_reference
 from stageline.modules.policy_loss import with_stand_ins
 from stageline.pipeline.runner import PipelineRunner
-from stageline.pipeline.topology import Topology
 from stageline.planner.estimate import Cost, device_capacity, outline_of
 from stageline.planner.planner import Planner, place_together, teacher_bytes
 from stageline.seeds import host_state_kept, seed_everything
@@ -159,8 +147,8 @@ def make_loss_part(part: ChosenPart, **given: Any) -> LossPart:
         is_cross_entropy=facts.is_cross_entropy,
         predicts_tokens=facts.predicts_tokens,
         weighs_by_itself=facts.weighs_by_itself,
-        needs_reference=asks_for(part, facts.needs_reference),
-        needs_kl=asks_for(part, facts.needs_kl),
+        needs_reference=train_data.asks_for(part, facts.needs_reference),
+        needs_kl=train_data.asks_for(part, facts.needs_kl),
     )
 
 
@@ -217,11 +205,9 @@ def make_learning_rate(config: TrainArguments) -> Callable[[int], float]:
     return rate_of
 
 
-def make_planner(
-    config: TrainArguments, data: Data, topology: Topology, device: torch.device
-) -> Planner:
+def make_planner(config: RunPlan, data: Data, device: torch.device) -> Planner:
     """Return the planner of this run; it measures on `device`."""
-    run, answers_of, teacher = config.run, None, None
+    run, topology, answers_of, teacher = config.run, config.topology, None, None
     if config.parts["loss_fn"].facts.samples_answers:
         answers_of = functools.partial(weigh_answers, run, topology.schedule.num_ranks)
 
@@ -251,7 +237,7 @@ def make_planner(
             stage_builder(config, images=data.processor).build,
             checkpoint_path=None,
             is_piece=True,
-            **rows_option(run, data.new_tokens),
+            **train_data.rows_option(run, data.new_tokens),
         ),
         topology.schedule,
         num_samples=run.batch_size * run.accumulate_steps,
@@ -283,11 +269,14 @@ class TrainingParts:
         self,
         config: RunPlan,
         data: Data,
-        make_runner: Callable[[Sequence[Stage], DistributedContext], Any],
+        context: DistributedContext,
+        make_runner: Callable[[Sequence[Stage]], Any],
         *,
         places_layers: bool,
     ) -> None:
-        self.config, self.data, self.make_runner = config, data, make_runner
+        self.config, self.data = config, data
+        self.context, self.make_runner = context, make_runner
+        self.stages_here = list(config.topology.schedule.stages_of(context.pp_rank))
         self.make_loss: Callable[[Stage], LossPart] = functools.partial(make_loss, config)
         self.make_optimizer: Callable[..., Any] = functools.partial(make_optimizer, config)
         self.make_learning_rate: Callable[[], Any] = functools.partial(make_learning_rate, config)
@@ -329,7 +318,7 @@ class TrainingParts:
             "samples of a step": run.batch_size * run.accumulate_steps * (run.dp_degree or 1),
             "training samples": len(self.data.train),
             "training data": data_fingerprint(self.data.train),
-            **read_anew(self.config, self.data),
+            **train_data.read_anew(self.config, self.data),
         }
 
     def check_same_run(self, point: ResumePoint) -> None:
@@ -349,7 +338,7 @@ class TrainingParts:
             now,
             may_change=lambda name: (
                 on_resume(name, config.parts) in free
-                or (name == START and not has_start)
+                or (name == train_data.START and not has_start)
                 or (name == "engine" and is_alike)
             ),
             allows_changes=config.run.allow_changes,
@@ -357,23 +346,17 @@ class TrainingParts:
             why=why,
         )
 
-    def build_stages(self, context: DistributedContext, point: ResumePoint | None) -> list[Stage]:
+    def build_stages(self, point: ResumePoint | None) -> list[Stage]:
         """Place the layers, check the split, then call the train_model component for each stage.
 
         Trained parameters of a checkpoint with an adapter are loaded later, its base here.
         """
-        run, data = self.config.run, self.data
+        run, data, context = self.config.run, self.data, self.context
         if self.places_layers and not run.vision_stages:  # the planner has the tower on stage 0
-            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            partition = place_together(
-                functools.partial(
-                    make_planner, self.config, data, self.config.topology, context.device
-                ),
-                run.partition,
-                capacity=device_capacity(
-                    context.device, num_local_ranks=local_ranks, gib=run.device_memory
-                ),
-            )
+            device, local_ranks = context.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            capacity = device_capacity(device, num_local_ranks=local_ranks, gib=run.device_memory)
+            planner = functools.partial(make_planner, self.config, data, device)
+            partition = place_together(planner, run.partition, capacity=capacity)
             if partition is not None and run.partition in ("parameters", "measured"):
                 run = dataclasses.replace(run, partition=partition)
                 self.config = dataclasses.replace(self.config, run=run)
@@ -393,12 +376,13 @@ class TrainingParts:
             is_whole = point.base is None
             weights = str(point.folder) if is_whole else run.model_path or point.base
             processor = processor or run.model_path or run.config_path
-        builder = stage_builder(self.config, images=data.processor)
-        stages_here = list(self.config.topology.schedule.stages_of(context.pp_rank))
-        ranks = Ranks.of(context.pp_group)
-        is_known = builder.check_names(stages_here, ranks=ranks, checkpoint=weights)
+        ranks, builder = (
+            Ranks.of(context.pp_group),
+            stage_builder(self.config, images=data.processor),
+        )
+        is_known = builder.check_names(self.stages_here, ranks=ranks, checkpoint=weights)
         source: dict[str, Any] = {"weights": weights, "processor": processor, "is_whole": is_whole}
-        stages = [self._build_stage(stage, context, point, **source) for stage in stages_here]
+        stages = [self._build_stage(stage, point, **source) for stage in self.stages_here]
         wait_for_weights(weights)
         if not is_known:
             check_filled_stages(stages, ranks=ranks, checkpoint=weights)
@@ -414,7 +398,6 @@ class TrainingParts:
     def make_loader(
         self,
         dataset: Any,
-        context: DistributedContext,
         runner: PipelineRunner,
         *,
         replicas: Replicas | None = None,
@@ -422,16 +405,14 @@ class TrainingParts:
     ) -> Any:
         """Return the batches of a dataset; `place`: is_evaluation, start_step, position."""
         if replicas is not None and self.config.run.teacher.lmbda:
-            return self._own_answers(dataset, context, runner, replicas, **place)
+            return self._own_answers(dataset, runner, replicas, **place)
         place["facts"] = host_facts(runner)
-        return make_loader(self.config, self.data, context, runner.schedule, dataset, **place)
+        return train_data.make_loader(
+            self.config, self.data, self.context, runner.schedule, dataset, **place
+        )
 
     def make_rollouts(
-        self,
-        context: DistributedContext,
-        runner: PipelineRunner,
-        replicas: Replicas,
-        point: ResumePoint | None,
+        self, runner: PipelineRunner, replicas: Replicas, point: ResumePoint | None
     ) -> Any:
         """Return the answers of training and the loader of held-out prompts; None: none drawn."""
         if not self.samples_answers:
@@ -441,7 +422,7 @@ class TrainingParts:
         def start_stage(stage: int) -> Stage:
             """Build a stage as this run's first start filled it, from `model_path` or at random."""
             with host_state_kept():
-                made = self._build_stage(stage, context, point, weights=run.model_path)
+                made = self._build_stage(stage, point, weights=run.model_path)
             wait_for_weights(run.model_path)
             return made
 
@@ -449,15 +430,14 @@ class TrainingParts:
         facts: Mapping[str, Any] = point.state.facts if point else {}
         prompts = self._prompts(
             data.train,
-            context,
             is_evaluation=False,
             start_step=start_step // run.rollouts.inner_steps,
             position=facts.get("position"),
         )
         samples = None
-        if context.is_main and run.rollouts.keep_samples:
+        if self.context.is_main and run.rollouts.keep_samples:
             samples = rollouts.SampleFile(Path(run.output_dir).absolute(), start_step=start_step)
-        answers, environment = self._stage_answers(context, runner), None
+        answers, environment = self._stage_answers(runner), None
         if (chosen := self.config.parts.get("environment")) is not None:
             environment = Episodes(
                 answers,
@@ -471,7 +451,7 @@ class TrainingParts:
             make_rewards(self.config),
             rollout_options(run),
             prompts=prompts,
-            collate=functools.partial(data.collate, stage=context.pp_rank),
+            collate=functools.partial(data.collate, stage=self.context.pp_rank),
             replicas=replicas,
             facts=host_facts(runner),
             start_step=start_step,
@@ -483,14 +463,10 @@ class TrainingParts:
         )
         if data.test is None:
             return drawn, None
-        return drawn, self._prompts(data.test, context, is_evaluation=True)
+        return drawn, self._prompts(data.test, is_evaluation=True)
 
     def make_completions(
-        self,
-        context: DistributedContext,
-        runner: PipelineRunner,
-        replicas: Replicas,
-        start_step: int,
+        self, runner: PipelineRunner, replicas: Replicas, start_step: int
     ) -> rollouts.Completions | None:
         """Return what answers and scores held-out rows at each evaluation; None: none is."""
         run, data, rows = self.config.run, self.data, []
@@ -507,11 +483,11 @@ class TrainingParts:
         with host_state_kept():
             prompts = [encode_question(*row, **given) for row in rows]
         metric, samples = self.config.parts["metric"], None
-        if context.is_main:
+        if self.context.is_main:
             check_metric(metric.bound, [sample for _, sample in rows[:2]])
             samples = rollouts.SampleFile(Path(run.output_dir).absolute(), start_step=start_step)
         return rollouts.Completions(
-            self._stage_answers(context, runner),
+            self._stage_answers(runner),
             prompts,
             functools.partial(score_answers, metric.key, metric.bound),
             replicas,
@@ -520,16 +496,14 @@ class TrainingParts:
             on_samples=samples,
         )
 
-    def _prompts(
-        self, dataset: Any, context: DistributedContext, *, is_evaluation: bool, **place: Any
-    ) -> MicroBatchLoader:
+    def _prompts(self, dataset: Any, *, is_evaluation: bool, **place: Any) -> MicroBatchLoader:
         """Return the loader of encoded prompts; its steps are the times that answers are drawn."""
         run, size = self.config.run, group_size_of(dataset)
         count = run.batch_size if is_evaluation else run.batch_size * run.accumulate_steps
-        num_prompts = count // answers_of(self.config)
+        num_prompts = count // train_data.answers_of(self.config)
         return MicroBatchLoader(
             dataset,
-            **shared_loading(run, self.data, context, is_evaluation=is_evaluation),
+            **train_data.shared_loading(run, self.data, self.context, is_evaluation=is_evaluation),
             batch_size=max(num_prompts // size, 1) * size,
             micro_batch_size=size,
             order="given",
@@ -537,14 +511,12 @@ class TrainingParts:
             **place,
         )
 
-    def _stage_answers(
-        self, context: DistributedContext, runner: PipelineRunner
-    ) -> rollouts.StageAnswers:
+    def _stage_answers(self, runner: PipelineRunner) -> rollouts.StageAnswers:
         run, data = self.config.run, self.data
         model_config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
         return rollouts.StageAnswers(
             runner,
-            wire_of(context),
+            wire_of(self.context),
             processor=data.processor,
             pad_token_id=data.pad_token_id,
             stop_ids=stop_ids_of(find_folder(run.config_folder), model_config, data.processor),
@@ -554,7 +526,6 @@ class TrainingParts:
     def _own_answers(
         self,
         dataset: Any,
-        context: DistributedContext,
         runner: PipelineRunner,
         replicas: Replicas,
         **place: Any,
@@ -562,11 +533,11 @@ class TrainingParts:
         """Return the batches of a dataset, with answers of the stages in a share of the rows."""
         run, own = self.config.run, rollout_options(self.config.run)
         return OwnAnswers(
-            self._stage_answers(context, runner),
-            prompts=self._prompts(dataset, context, **place),
+            self._stage_answers(runner),
+            prompts=self._prompts(dataset, **place),
             make_batches=functools.partial(
                 rollouts.batches_of,
-                collate=functools.partial(self.data.collate, stage=context.pp_rank),
+                collate=functools.partial(self.data.collate, stage=self.context.pp_rank),
                 micro_batch_size=own.micro_batch_size,
                 is_sorted=own.is_sorted,
                 facts=host_facts(runner),
@@ -583,7 +554,7 @@ class TrainingParts:
             start_step=place["start_step"],
         )
 
-    def make_teacher(self, context: DistributedContext, runner: PipelineRunner) -> Teacher | None:
+    def make_teacher(self, runner: PipelineRunner) -> Teacher | None:
         """Return what adds the teacher's distributions to micro-batches; None: no loss asks."""
         run, own, rows = self.config.run, self.config.run.teacher, self.data.train
         if not self.config.parts["loss_fn"].facts.needs_teacher:
@@ -595,20 +566,18 @@ class TrainingParts:
             return Teacher(runner, TeacherTable(runner, own.table, rows=numbers))
         builder = teacher_builder(self.config)
         builder.verify(run.prove_split, ranks=Ranks.of(None), say=say)
-        stages_here = list(self.config.topology.schedule.stages_of(context.pp_rank))
-        builder.check_names(stages_here, ranks=Ranks.of(context.pp_group), checkpoint=own.path)
+        ranks, device = Ranks.of(self.context.pp_group), self.context.device
+        builder.check_names(self.stages_here, ranks=ranks, checkpoint=own.path)
         with host_state_kept():
-            stages = [
-                builder.build(stage, device=context.device).requires_grad_(False)
-                for stage in stages_here
-            ]
+            stages = [builder.build(stage, device=device) for stage in self.stages_here]
+        for stage in stages:
+            stage.requires_grad_(False)
         wait_for_weights(own.path)
-        return Teacher(runner, TeacherStages(self.make_runner(stages, context), top_k=own.top_k))
+        return Teacher(runner, TeacherStages(self.make_runner(stages), top_k=own.top_k))
 
     def _build_stage(
         self,
         stage: int,
-        context: DistributedContext,
         point: ResumePoint | None,
         *,
         weights: str | Path | None,
@@ -616,14 +585,14 @@ class TrainingParts:
         is_whole: bool = False,
     ) -> Any:
         run = self.config.run
-        given = rows_option(run, self.data.new_tokens, is_known=is_whole)
+        given = train_data.rows_option(run, self.data.new_tokens, is_known=is_whole)
         if point is not None and point.base is not None and run.lora.init.startswith(PISSA):
             given["lora_taken_from"] = str(point.folder)  # PiSSA took these out of the weights
         return stage_builder(self.config, images=self.data.processor).build(
             stage,
             checkpoint_path=weights,
             processor_path=processor or run.processor_path,
-            device=context.device,
+            device=self.context.device,
             **given,
         )
 
@@ -635,7 +604,7 @@ class TrainingParts:
             for name, value in self.config.as_config().items()
             if on_resume(name, self.config.parts) == "course"
         }
-        words = (data_fingerprint(dataset), start_weights(run), run.max_token_num)
+        words = (data_fingerprint(dataset), train_data.start_weights(run), run.max_token_num)
         return hashlib.sha256(json.dumps([told, words], default=str).encode()).hexdigest()
 
     def save_config(self, folder: Path) -> None:
@@ -671,7 +640,7 @@ def newer_options(run: RunConfig, now: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is newer than a checkpoint: options had their defaults, files are believed."""
     named = {spelled(item.name)[2:]: item for item in option_fields(run).values()}
     options = {name: absolute(item, item.default) for name, item in named.items() if name in now}
-    return {**options, **{name: now[name] for name in READ_ANEW if name in now}}
+    return {**options, **{name: now[name] for name in train_data.READ_ANEW if name in now}}
 
 
 def rates_stay(config: TrainArguments, saved: Mapping[str, Any], step: int) -> tuple[bool, str]:

@@ -170,6 +170,9 @@ TOWER_INDICES = (  # fields with indices of blocks
     "deepstack_visual_indexes fullatt_block_indexes global_attn_indexes "
     "intermediate_layers_indices out_indices vision_feature_layer"
 ).split()
+DROPOUT = re.compile(
+    r".*(dropout|drop|drop_?path|layerdrop|jitter|noise)(_prob|_rate|_p|_noise|_eps)?|.*pdrop"
+)
 
 
 @dataclass(frozen=True)
@@ -314,9 +317,8 @@ def _shrink_part(
             }
         elif name in kinds.lists and not isinstance(value, str):
             small[name] = _shrink_list(name, value, told, sizes)
-    done = {*parts, *kinds.lists, *kinds.indices, *kinds.sources, "per_layer_config", *DEPTHS}
-    for name in small.keys() - done:
-        small[name] = _shrink(name, small[name], told, sizes)
+        elif name not in (*kinds.lists, *kinds.indices, *kinds.sources, *DEPTHS):
+            small[name] = _shrink(name, value, told, sizes)
     for name in TOWER_INDICES:  # indices of blocks: as many as fit, from the front or from the back
         value, most = told.get(name), min(depth or TOWER_DEPTH, TOWER_DEPTH)
         if isinstance(value, list) and any(one < 0 for one in value):
@@ -353,14 +355,8 @@ def _shrink(name: str, value: Any, told: FieldValues, sizes: Sizes) -> Any:
     if isinstance(value, int) and is_token(name):
         return sizes.ids.get(value, value)
     if isinstance(value, float):
-        return 0.0 if re.fullmatch(DROPOUT, name) else value
+        return 0.0 if DROPOUT.fullmatch(name) else value
     return _number(name, value, told, sizes) if isinstance(value, int) else value
-
-
-DROPOUT = r".*(dropout|drop|drop_?path|layerdrop|jitter|noise)(_prob|_rate|_p|_noise|_eps)?|.*pdrop"
-
-
-# -- rotary positions ---------------------------------------------------------------------------
 
 
 def _head_dim(config: PretrainedConfig) -> int:
@@ -406,9 +402,8 @@ def _shrink_rope(rope: FieldValues, told: FieldValues, sizes: Sizes) -> FieldVal
     return small
 
 
-# -- what no rule can know about a family, with the reason -----------------------------------------
-
-# three-axis rotary positions: the default shares in the model's code, in numbers of the head of the
+# What no rule can know about a family, with the reason.
+# Three-axis rotary positions: the default shares in the model's code, in numbers of the head of the
 # real model
 _NAMES = {
     (16, 24, 24): "qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text paddleocr_vl_text",

@@ -76,14 +76,8 @@ class Trainer:
         memory: is told the step, whose tensors it counts when memory runs out.
     """
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        parts: Any,
-        context: DistributedContext,
-        *,
-        memory: MemoryAccount,
-    ) -> None:
+    def __init__(self, config: TrainerConfig, parts: Any, *, memory: MemoryAccount) -> None:
+        context: DistributedContext = parts.context
         self.config, self.parts, self.context, self.data = config, parts, context, parts.data
         folder = Path(config.output_dir).absolute()
         self.checkpoints = folder / "checkpoints"
@@ -104,7 +98,7 @@ class Trainer:
         facts: Mapping[str, Any] = point.state.facts if point else {}
 
         # Stages, shared out among replicas, and their runner
-        stages = parts.build_stages(context, point)
+        stages = parts.build_stages(point)
         show_stages(stages, group=context.pp_group)
         for label, text in parts.summary().items():
             terminal.say(f"{label:<12} {text}")
@@ -112,7 +106,7 @@ class Trainer:
         self.replicas.check_equal(stages)
         if config.dp_shard:
             self.replicas = ShardedReplicas(stages, mesh=context.mesh["dp"])
-        self.runner = runner = parts.make_runner(stages, context)
+        self.runner = runner = parts.make_runner(stages)
         if context.is_main:
             parts.save_config(folder)
         open_log()
@@ -138,13 +132,12 @@ class Trainer:
         held_out = self.data.test
         self.held_out_rows = data_fingerprint(held_out) if held_out is not None else None
         self.rollouts = None
-        if (found := parts.make_rollouts(context, runner, self.replicas, point)) is not None:
+        if (found := parts.make_rollouts(runner, self.replicas, point)) is not None:
             self.rollouts, self.held_out = found
             self.batches = self.rollouts
         else:
             self.batches = parts.make_loader(
                 self.data.train,
-                context,
                 runner,
                 is_evaluation=False,
                 start_step=self.start_step,
@@ -153,8 +146,8 @@ class Trainer:
             )
             self.held_out = None
             if held_out is not None:
-                self.held_out = parts.make_loader(held_out, context, runner, is_evaluation=True)
-        self.completions = parts.make_completions(context, runner, self.replicas, self.start_step)
+                self.held_out = parts.make_loader(held_out, runner, is_evaluation=True)
+        self.completions = parts.make_completions(runner, self.replicas, self.start_step)
 
         # Checkpoints; a resumed run takes over optimizer, masters, adapters and counters
         weights = self.train_step.weights
@@ -231,7 +224,7 @@ class Trainer:
                 why = rollouts.start_reason
                 terminal.say(f"reference of the loss: {rollouts.start_mode} ({why})")
             return rollouts.start_mode
-        if (teacher := self.parts.make_teacher(self.context, runner)) is not None:
+        if (teacher := self.parts.make_teacher(runner)) is not None:
             self.train_step.prepare = self.prepare_held_out = teacher
             return None
         plain = Reference(runner, loss=self.loss_fn, replicas=self.replicas)
@@ -251,7 +244,7 @@ class Trainer:
             if mode == "precompute" and dataset is not None:
                 source = reference_table(
                     runner,
-                    self.parts.make_loader(dataset, self.context, runner, is_evaluation=True),
+                    self.parts.make_loader(dataset, runner, is_evaluation=True),
                     path=self.checkpoints.parent / "reference" / f"{name}.safetensors",
                     key=self.parts.reference_key(dataset),
                     num_samples=len(dataset),
