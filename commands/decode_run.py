@@ -174,7 +174,7 @@ def open_decoding(run: Any, *, beside: Sequence[str] = ()) -> Iterator[DecodingE
     with distributed_context(num_ranks=run.num_stages, device=run.device) as context:
         name_stages([context.pp_rank])
         say = functools.partial(print, file=sys.stderr, flush=True)  # stdout is for answers
-        model.builder.verify(run.prove_split, ranks=Ranks.of(None), say=say, answers=True)
+        model.builder.verify(run.prove_split, say=say, answers=True)
         ranks = Ranks.of(context.pp_group)
         model.builder.check_names([context.pp_rank], ranks=ranks, checkpoint=str(model.folder))
         stage = model.build(context.pp_rank, context.device)

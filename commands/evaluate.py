@@ -25,9 +25,7 @@ NUM_PICTURES = 36
 def main() -> int:
     """Answer what is not answered yet, and report; return the exit code."""
     config = start_processes(start(parse_evaluate_args, *SHELF))
-    from commands.answer_run import (
-        answer_samples,  # after the options: it imports torch and transformers
-    )
+    from commands.answer_run import answer_samples  # after the options: --help answers at once
     from stageline.data.batches.step_maker import make_dataset, read_row
     from stageline.evaluation.report import check_metric, read_other
 

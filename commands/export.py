@@ -96,7 +96,6 @@ def make_stages(
     from stageline.checkpoint.files import ADAPTER_CONFIG
     from stageline.checkpoint.layout import MANIFEST
     from stageline.checkpoint.plain_model import is_scored
-    from stageline.distributed.ranks import Ranks
     from stageline.model_folder import load_config
     from stageline.modules.stage_names import check_names, names_of_stage
 
@@ -114,7 +113,7 @@ def make_stages(
         trust_remote_code=trust_remote_code,
         options={"is_piece": True},  # needs no processor
     )
-    builder.verify(prove_split, ranks=Ranks.of(None), say=print)
+    builder.verify(prove_split, say=print)
     try:
         options = lora_options(folder, builder) if is_adapter else {}
         stages = [

@@ -209,7 +209,6 @@ class StageBuilder:
         self,
         mode: "VerifyMode",
         *,
-        ranks: "Ranks",
         say: Callable[[str], None],
         answers: bool = False,
         packed_rows: int = 0,
@@ -218,7 +217,9 @@ class StageBuilder:
 
         `answers` checks decoding too, `packed_rows` micro-batches of that number of packed rows.
         """
-        is_split = self.num_stages > 1
+        from stageline.distributed.ranks import Ranks
+
+        is_split, ranks = self.num_stages > 1, Ranks.of(None)
         if mode == "never" or (mode == "auto" and os.environ.get(PROVES) == "never"):
             if is_split and ranks.rank == 0:
                 say("WARNING: --prove-split never: the split is not compared with the whole model")

@@ -10,17 +10,10 @@ from typing import Any
 
 import torch
 
-from commands import is_first, say
+from commands import is_first, say, train_parts
 from commands.train import RunPlan
 from commands.train_data import Data, check_data, settle_steps, show_samples
-from commands.train_parts import (
-    TrainingParts,
-    check_parts,
-    check_rewards,
-    make_planner,
-    stage_builder,
-    trainer_config,
-)
+from commands.train_parts import TrainingParts
 from options.train import memory_remedies
 from parse_args import TrainArguments
 from stageline.device import is_accelerator, settle_allocators, stage_devices
@@ -49,13 +42,13 @@ def run_training(config: RunPlan) -> int:
     run = config.run
     data = check_data(config)
     config = settle_steps(config, data)
-    check_parts(config, data)
+    train_parts.check_parts(config, data)
     show_samples(config, data, config.topology.schedule)
     if run.check_only:
         if is_first():
-            stage_builder(config).check_fit()
+            train_parts.stage_builder(config).check_fit()
             if config.parts["loss_fn"].facts.samples_answers:
-                check_rewards(config, data)
+                train_parts.check_rewards(config, data)
             say("options, components and data are valid; nothing was trained")
         return 0
     if run.plan:  # measured on this process's device
@@ -63,7 +56,7 @@ def run_training(config: RunPlan) -> int:
             num_ranks, processes = config.topology.num_ranks, config.topology.num_processes
             device = choose_device(run.device, local_rank=0, local_world_size=1)
             capacity = device_capacity(device, num_local_ranks=processes, gib=run.device_memory)
-            planner = make_planner(config, data, device)
+            planner = train_parts.make_planner(config, data, device)
             print(planner.plan(run.partition, (capacity,) * num_ranks), flush=True)
         return 0
     settle_allocators()
@@ -112,7 +105,7 @@ def train(parts: TrainingParts, context: DistributedContext, *, streams: bool) -
     remedies = memory_remedies(run, has_gpu=has_gpu, streams=streams)
     memory = MemoryAccount(context.devices, remedies, answering_remedies(run))
     on_full_memory(memory.describe)
-    Trainer(trainer_config(run), parts, memory=memory).run()
+    Trainer(train_parts.trainer_config(run), parts, memory=memory).run()
     return 0
 
 

@@ -363,7 +363,6 @@ class TrainingParts:
         is_packed = run.packing or getattr(data.train, "packed", None) is not None
         stage_builder(self.config).verify(
             run.prove_split,
-            ranks=Ranks.of(None),
             say=say,
             answers=self.samples_answers or run.teacher.lmbda > 0,
             packed_rows=run.micro_batch_size if is_packed else 0,
@@ -396,14 +395,11 @@ class TrainingParts:
         return stages
 
     def make_loader(
-        self,
-        dataset: Any,
-        runner: PipelineRunner,
-        *,
-        replicas: Replicas | None = None,
-        **place: Any,
+        self, dataset: Any, runner: PipelineRunner, replicas: Replicas | None = None, **place: Any
     ) -> Any:
         """Return the batches of a dataset; `place`: is_evaluation, start_step, position."""
+        if self.samples_answers:
+            return self._prompts(dataset, **place)
         if replicas is not None and self.config.run.teacher.lmbda:
             return self._own_answers(dataset, runner, replicas, **place)
         place["facts"] = host_facts(runner)
@@ -413,8 +409,8 @@ class TrainingParts:
 
     def make_rollouts(
         self, runner: PipelineRunner, replicas: Replicas, point: ResumePoint | None
-    ) -> Any:
-        """Return the answers of training and the loader of held-out prompts; None: none drawn."""
+    ) -> rollouts.Rollouts | None:
+        """Return the answers of training; None: the loss draws none."""
         if not self.samples_answers:
             return None
         run, data = self.config.run, self.data
@@ -446,7 +442,7 @@ class TrainingParts:
                 shared=answers.shared,
                 max_turns=run.rollouts.max_turns,
             )
-        drawn = rollouts.Rollouts(
+        return rollouts.Rollouts(
             answers,
             make_rewards(self.config),
             rollout_options(run),
@@ -461,9 +457,6 @@ class TrainingParts:
             on_samples=samples,
             episodes=environment,
         )
-        if data.test is None:
-            return drawn, None
-        return drawn, self._prompts(data.test, is_evaluation=True)
 
     def make_completions(
         self, runner: PipelineRunner, replicas: Replicas, start_step: int
@@ -524,11 +517,7 @@ class TrainingParts:
         )
 
     def _own_answers(
-        self,
-        dataset: Any,
-        runner: PipelineRunner,
-        replicas: Replicas,
-        **place: Any,
+        self, dataset: Any, runner: PipelineRunner, replicas: Replicas, **place: Any
     ) -> OwnAnswers:
         """Return the batches of a dataset, with answers of the stages in a share of the rows."""
         run, own = self.config.run, rollout_options(self.config.run)
@@ -565,7 +554,7 @@ class TrainingParts:
             numbers = rows.indices if isinstance(rows, Subset) else None
             return Teacher(runner, TeacherTable(runner, own.table, rows=numbers))
         builder = teacher_builder(self.config)
-        builder.verify(run.prove_split, ranks=Ranks.of(None), say=say)
+        builder.verify(run.prove_split, say=say)
         ranks, device = Ranks.of(self.context.pp_group), self.context.device
         builder.check_names(self.stages_here, ranks=ranks, checkpoint=own.path)
         with host_state_kept():

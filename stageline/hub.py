@@ -24,8 +24,8 @@ _SNAPSHOT = re.compile(r"(.+)/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Weights other than these are never fetched: what torch.save writes can run any program.
 _AT_ONCE = "*.json *.jinja *.txt *.model *.tiktoken *.spm *.bpe *.vocab *.py".split()
+_AT_ONCE.append("adapter_model.safetensors")  # small
 _LEFT_OUT = ["onnx/*", "openvino/*", "original/*", "runs/*", "*checkpoint-*/*"]
-_ADAPTER = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,6 @@ def local_folder(given: str | Path, *, option: str = "`model_path`") -> Path:
         is_modelscope = asked in ("1", "true", "yes", "on")
         try:
             found = _from_modelscope(name) if is_modelscope else _from_hub(name)
-        except UserError:
-            raise
         except Exception as error:  # a client raises errors of its transport
             raise _refused(name, option, error) from error
         _note(name, found)
@@ -156,23 +154,20 @@ def _from_hub(name: HubName) -> str:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})
 
-    found = snapshot_download(
+    return snapshot_download(
         name.repo,
         revision=name.revision,
         allow_patterns=_AT_ONCE,
         ignore_patterns=_LEFT_OUT,
         tqdm_class=Silent,
     )
-    if Path(found, "adapter_config.json").exists():
-        fetch_missing(Path(found, _ADAPTER))
-    return found
 
 
 def _from_modelscope(name: HubName) -> str:
     """Return the whole folder: its cache has no commits, so no file can be fetched later."""
     from modelscope import snapshot_download
 
-    wanted = [*_AT_ONCE, _ADAPTER, "model*.safetensors"]
+    wanted = [*_AT_ONCE, "model*.safetensors"]
     patterns = {"allow_patterns": wanted, "ignore_patterns": _LEFT_OUT}
     return str(snapshot_download(name.repo, revision=name.revision, **patterns))
 

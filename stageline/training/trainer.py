@@ -131,22 +131,19 @@ class Trainer:
         # Batches: rows of the data, or prompts that the stages answer
         held_out = self.data.test
         self.held_out_rows = data_fingerprint(held_out) if held_out is not None else None
-        self.rollouts = None
-        if (found := parts.make_rollouts(runner, self.replicas, point)) is not None:
-            self.rollouts, self.held_out = found
-            self.batches = self.rollouts
-        else:
+        self.batches = self.rollouts = parts.make_rollouts(runner, self.replicas, point)
+        if self.rollouts is None:
             self.batches = parts.make_loader(
                 self.data.train,
                 runner,
+                self.replicas,
                 is_evaluation=False,
                 start_step=self.start_step,
                 position=facts.get("position"),
-                replicas=self.replicas,
             )
-            self.held_out = None
-            if held_out is not None:
-                self.held_out = parts.make_loader(held_out, runner, is_evaluation=True)
+        self.held_out = None
+        if held_out is not None:
+            self.held_out = parts.make_loader(held_out, runner, is_evaluation=True)
         self.completions = parts.make_completions(runner, self.replicas, self.start_step)
 
         # Checkpoints; a resumed run takes over optimizer, masters, adapters and counters
