@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,28 +40,22 @@ _HINTS = {
 DEFAULT_RULES = WatchdogRules()
 
 
-def launch_if_needed(
-    num_processes: int,
-    *,
-    argv: Sequence[str] | None = None,
-    rules: WatchdogRules = DEFAULT_RULES,
-) -> None:
+def launch_if_needed(num_processes: int, *, rules: WatchdogRules = DEFAULT_RULES) -> None:
     """Return in a worker, and where one process is enough; otherwise start workers and exit.
 
     Args:
-        num_processes: workers, all on this machine.
-        argv: what the workers run, the file first; by default what this process runs.
+        num_processes: workers, all on this machine; they run what this process runs.
         rules: of the watchdog that each worker, or the lone process, starts.
 
     Raises:
         SystemExit: when the workers have ended, with the code of the run.
     """
     if "RANK" not in os.environ and num_processes > 1:
-        _launch(num_processes, argv=list(argv or sys.argv), patience=rules.stop_deadline)
+        _launch(num_processes, patience=rules.stop_deadline)
     start_watchdog(rules)
 
 
-def _launch(num_processes: int, *, argv: list[str], patience: float) -> NoReturn:
+def _launch(num_processes: int, *, patience: float) -> NoReturn:
     """Run workers until they have ended.
 
     Args:
@@ -115,7 +109,7 @@ def _launch(num_processes: int, *, argv: list[str], patience: float) -> NoReturn
             signals_to_handle=",".join(signum.name for signum in passed_on),
         )
         try:
-            elastic_launch(config, sys.executable)("-u", *argv)
+            elastic_launch(config, sys.executable)("-u", *sys.argv)
         except ChildFailedError as error:
             codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         except SignalException as error:

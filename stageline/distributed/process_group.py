@@ -50,7 +50,6 @@ class DistributedContext:
 
     Attributes:
         rank, world_size: among all processes of the run.
-        local_rank: among those of this machine.
         num_replicas, dp_rank: data-parallel copies of the pipeline, and which one this is.
         num_ranks, pp_rank: processes of one pipeline, and which one this is.
         mesh: replicas x ranks of a pipeline; None: no other process is connected.
@@ -60,7 +59,6 @@ class DistributedContext:
     """
 
     rank: int = 0
-    local_rank: int = 0
     world_size: int = 1
     num_replicas: int = 1
     dp_rank: int = 0
@@ -134,7 +132,6 @@ def distributed_context(
     mesh = DeviceMesh.from_group(groups, chosen.type, mesh=ranks, mesh_dim_names=("dp", "pp"))
     context = DistributedContext(
         rank=rank,
-        local_rank=local_rank,
         world_size=world_size,
         num_replicas=world_size // num_ranks,
         dp_rank=mesh.get_local_rank("dp"),

@@ -157,7 +157,6 @@ def plot_predictions(
     *,
     ids: Sequence[str] = (),
     summary: str = "",
-    columns: int = 6,
 ) -> None:
     """Write a grid of samples, and next to it `path` with the suffix .md, which cuts no text.
 
@@ -172,7 +171,7 @@ def plot_predictions(
         return
     known = [is_correct for is_correct in correct if is_correct is not None]
     summary = summary or (f"{known.count(False)} wrong of {len(known)}" if known else "")
-    columns = min(columns, len(images))
+    columns = min(6, len(images))
     num_rows = -(-len(images) // columns)
     height = 2.0 if all(image is None for image in images) else 4.0
     figure = Figure(figsize=(2.4 * columns, height * num_rows + 0.3), layout="constrained")

@@ -240,7 +240,6 @@ def picture_batch(
     *,
     rows: Sequence[int] = (2, 0, 1),
     dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
     seed: int = 0,
     longer: int = 0,
 ) -> Batch:
@@ -253,9 +252,7 @@ def picture_batch(
     generator = torch.Generator().manual_seed(seed)
     pictures, counts = {}, []
     if any(rows):
-        found = example_pictures(
-            config, whole, rows=rows, dtype=dtype, device=device, generator=generator
-        )
+        found = example_pictures(config, whole, rows=rows, dtype=dtype, generator=generator)
         if found is None:
             raise UserError(
                 f"No pictures could be made for {config.model_type}: its tower takes "
@@ -303,14 +300,14 @@ def picture_batch(
         batch["token_type_ids"] = (1 - is_picture) * mask  # ones stand for the answer behind
     if "cross_attention_mask" in names and "aspect_ratio_mask" in pictures:
         # which pictures each token sees, in models whose layers attend to them
-        tiles = pictures["aspect_ratio_mask"].cpu()
+        tiles = pictures["aspect_ratio_mask"]
         seen = torch.zeros(*ids.shape, *tiles.shape[1:], dtype=torch.long)
         for row, count in enumerate(rows):
             places = is_picture[row].nonzero().flatten().tolist()
             for picture, place in zip(range(count), places):
                 seen[row, place:, picture] = tiles[row, picture]
-        pictures = {**pictures, "cross_attention_mask": seen.to(device)}
-    return {name: value.to(device) for name, value in batch.items()} | pictures
+        pictures = {**pictures, "cross_attention_mask": seen}
+    return batch | pictures
 
 
 def _features_reader(whole: nn.Module) -> Callable[..., Any] | None:

@@ -164,20 +164,16 @@ def rehearse(whole: nn.Module, run: Callable[[], object], batch: Mapping[str, An
 
 
 @contextmanager
-def stand_ins(
-    whole: nn.Module, *, dtype: torch.dtype, is_fake: bool | None = None
-) -> Iterator[torch.dtype]:
+def stand_ins(whole: nn.Module, *, dtype: torch.dtype) -> Iterator[torch.dtype]:
     """Give a model on meta weights that it can run with, and remove them afterwards.
 
-    What is tied stays tied. Numbers in the batch stay real, so code that asks for their values can.
-    Yields the dtype that the model runs in.
+    Those of a large model are fake: they have shapes only. What is tied stays tied. Numbers in the
+    batch stay real, so code that asks for their values can. Yields the dtype that the model has.
 
     Args:
         dtype: of the model; fake weights have FAKE_DTYPE in its place, which all kernels know.
-        is_fake: whether they have shapes only; None: those of a large model.
     """
-    if is_fake is None:
-        is_fake = sum(weight.numel() for weight in whole.parameters()) > _SMALL
+    is_fake = sum(weight.numel() for weight in whole.parameters()) > _SMALL
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def make(meta: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,6 @@ class DecodingEngine:
         self._numbers = itertools.count(1)
         self._is_stopping, self._door, self._is_over = threading.Event(), threading.Lock(), False
         self._prompt_tokens = self._completion_tokens = 0
-        self._stage_seconds = [0.0] * chain.num_stages
 
     @property
     def max_length(self) -> int:
@@ -160,7 +159,6 @@ class DecodingEngine:
             cache_cells=scheduler.num_cells,
             max_cache_cells=self.limits.max_cells,
             is_healthy=self.is_healthy,
-            stage_seconds=tuple(self._stage_seconds),
         )
 
     def run(self) -> None:
@@ -330,9 +328,6 @@ class DecodingEngine:
 
     def _take(self, order: PassOrder) -> None:
         """Pass the results of an order on to its requests."""
-        self._stage_seconds = [
-            a + b for a, b in zip(self._stage_seconds, order.seconds, strict=True)
-        ]
         if order.kind == "score":
             self._scores.take(order)
         if order.kind not in ("prefill", "decode", "whole"):

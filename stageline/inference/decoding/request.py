@@ -194,7 +194,6 @@ class EngineStats:
     Attributes:
         prompt_tokens, completion_tokens: read and made since the start.
         cache_cells, max_cache_cells: rows times columns of caches; None: no limit.
-        stage_seconds: how long each stage has worked.
     """
 
     queued: int
@@ -206,7 +205,6 @@ class EngineStats:
     cache_cells: int
     max_cache_cells: int | None
     is_healthy: bool
-    stage_seconds: tuple[float, ...] = ()
 
 
 Kind = Literal["prefill", "decode", "whole", "score", "tidy", "stop"]
