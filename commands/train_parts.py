@@ -449,7 +449,6 @@ class TrainingParts:
             prompts=prompts,
             collate=functools.partial(data.collate, stage=self.context.pp_rank),
             replicas=replicas,
-            facts=host_facts(runner),
             start_step=start_step,
             end_step=run.total_steps,
             saved=facts,
@@ -520,25 +519,14 @@ class TrainingParts:
         self, dataset: Any, runner: PipelineRunner, replicas: Replicas, **place: Any
     ) -> OwnAnswers:
         """Return the batches of a dataset, with answers of the stages in a share of the rows."""
-        run, own = self.config.run, rollout_options(self.config.run)
+        run = self.config.run
         return OwnAnswers(
             self._stage_answers(runner),
+            rollout_options(run),
             prompts=self._prompts(dataset, **place),
-            make_batches=functools.partial(
-                rollouts.batches_of,
-                collate=functools.partial(self.data.collate, stage=self.context.pp_rank),
-                micro_batch_size=own.micro_batch_size,
-                is_sorted=own.is_sorted,
-                facts=host_facts(runner),
-                row_capacity=own.row_capacity,
-                legal_counts=runner.schedule.legal_micro_batches,
-                replicas=replicas,
-            ),
+            collate=functools.partial(self.data.collate, stage=self.context.pp_rank),
             share=run.teacher.lmbda,
-            sampling=own.sampling(own.sampling_temperature),
-            lot_size=own.prompts_together,
             max_token_num=run.max_token_num,
-            seed=run.seed,
             replicas=replicas,
             start_step=place["start_step"],
         )

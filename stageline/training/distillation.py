@@ -23,7 +23,6 @@ from stageline import progress
 from stageline.data.batches.batch import MicroBatch
 from stageline.data.batches.prompts import answered, prompt_of
 from stageline.errors import UserError
-from stageline.inference.decoding.request import Sampling
 from stageline.modules.losses import (
     IGNORE,
     TEACHER,
@@ -37,7 +36,7 @@ from stageline.seeds import derive_seed
 from stageline.training.loss_part import Output, logits_of
 from stageline.training.reference import holds_last_stage
 from stageline.training.replicas import Replicas
-from stageline.training.rollouts import StageAnswers, numbers_of
+from stageline.training.rollouts import RolloutOptions, StageAnswers, batches_of, numbers_of
 from stageline.training.step import StepProgress
 
 # logits [N, V], or log-probabilities [N, K] of the tokens with these ids [N, K]
@@ -220,7 +219,7 @@ class OwnAnswers:
 
     Args:
         prompts: a loader of (row of the dataset, place in the step, encoded sample) of each step.
-        make_batches: ([(None, encoded sample)], step) -> micro-batches, `batches_of`.
+        collate: makes a micro-batch of encoded samples, on this rank.
         share: of the rows that are answered (lmbda of TRL's GKD).
         max_token_num: longest row; an answer is cut there.
     """
@@ -228,20 +227,18 @@ class OwnAnswers:
     def __init__(
         self,
         answers: StageAnswers,
+        options: RolloutOptions,
         *,
         prompts: Any,
-        make_batches: Callable[[Sequence[tuple[None, Any]], int], list[MicroBatch]],
+        collate: Callable[..., MicroBatch],
         share: float,
-        sampling: Sampling,
-        lot_size: int,
         max_token_num: int,
-        seed: int,
         replicas: Replicas,
         start_step: int = 0,
     ) -> None:
-        self.answers, self.prompts, self.make_batches = answers, prompts, make_batches
-        self.share, self.sampling, self.lot_size = share, sampling, lot_size
-        self.max_token_num, self.seed = max_token_num, seed
+        self.answers, self.options = answers, options
+        self.prompts, self.collate = prompts, collate
+        self.share, self.max_token_num = share, max_token_num
         self.replicas, self.start_step = replicas, start_step
         self.state_after = prompts.state_after
 
@@ -249,6 +246,7 @@ class OwnAnswers:
         return len(self.prompts)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
+        options, seed = self.options, self.options.seed
         for step, rows in enumerate(self.prompts, self.start_step):
             samples = [encoded for _, _, encoded in rows]
             chosen = [
@@ -256,14 +254,14 @@ class OwnAnswers:
                 for number, (row, place, encoded) in enumerate(rows)
                 if row is not None
                 and 0 < len(prompt_of(encoded)) < self.max_token_num
-                and random.Random(derive_seed(self.seed, "own", step, place)).random() < self.share
+                and random.Random(derive_seed(seed, "own", step, place)).random() < self.share
             ]
             self.replicas.put_together()  # they answer for different times
             drawn = self.answers(
                 [samples[number] for number, _ in chosen],
-                [(derive_seed(self.seed, "answer", step, place, 0),) for _, place in chosen],
-                self.sampling,
-                lot_size=self.lot_size,
+                [(derive_seed(seed, "answer", step, place, 0),) for _, place in chosen],
+                options.sampling(options.sampling_temperature),
+                lot_size=options.prompts_together,
             )
             texts = [answer.token_ids for [answer] in drawn]
             for (number, _), ids in zip(chosen, self.answers.shared(texts), strict=True):
@@ -272,7 +270,15 @@ class OwnAnswers:
                 if kept := ids[: min(room, next(first, room))]:
                     samples[number] = answered(samples[number], kept)
             numbers = torch.tensor([-1 if row is None else row for row, *_ in rows])
-            batches = self.make_batches([(None, one) for one in samples], step)
+            batches = batches_of(
+                self.answers,
+                [(None, one) for one in samples],
+                step,
+                options=options,
+                collate=self.collate,
+                replicas=self.replicas,
+                is_sorted=options.is_sorted,
+            )
             for batch in batches:
                 name = numbers_of(batch)
                 batch[name] = numbers[batch[name]]

@@ -100,6 +100,8 @@ class StageAnswers:
         # training would look for the picture of such a token
         self.image_ids = frozenset() if expander is None else expander.own_ids()
         self.models = list(runner.local)
+        # what the stages need of each micro-batch on the host
+        self.facts = getattr(self.models[0], "host_facts", None)
         for model in self.models:
             if not model.can_decode:
                 raise UserError(
@@ -236,31 +238,28 @@ class _Rows(list):
 
 
 def batches_of(
+    answers: StageAnswers,
     items: Sequence[tuple[int | None, EncodedSample]],
     step: int,
     *,
+    options: "RolloutOptions",
     collate: Callable[..., MicroBatch],
-    row_capacity: int | None,
-    legal_counts: Callable[[int], int],
     replicas: Replicas,
-    **options: Any,
+    is_sorted: bool,
 ) -> list[MicroBatch]:
-    """Return the micro-batches of encoded samples, `loss_rows` counting them from 0.
-
-    Args:
-        row_capacity: tokens of a row that holds several; None: it holds one.
-        options: micro_batch_size, is_sorted and facts of a `StepMaker`.
-    """
+    """Return the micro-batches of encoded samples, `loss_rows` counting them from 0."""
     part = as_collate_part(collate)
     part = CollatePart(part.collate, encode=lambda images, sample: sample, pack=part.pack)
+    given: dict[str, Any] = {"is_sorted": is_sorted, "facts": answers.facts}
     kind: type[step_maker.StepMaker | step_maker.PackedStepMaker] = step_maker.StepMaker
-    if row_capacity is not None:
+    if options.row_capacity is not None:
         kind = step_maker.PackedStepMaker
-        options["capacity"] = row_capacity
-        options["legal_counts"] = legal_counts
-        options["agree"] = lambda step, count: max(replicas.gather(count))
+        given["capacity"] = options.row_capacity
+        given["legal_counts"] = answers.runner.schedule.legal_micro_batches
+        given["agree"] = lambda step, count: max(replicas.gather(count))
     with host_state_kept():
-        return kind(_Rows(items), collate=part, **options).make(step, [list(range(len(items)))])
+        maker = kind(_Rows(items), collate=part, micro_batch_size=options.micro_batch_size, **given)
+        return maker.make(step, [list(range(len(items)))])
 
 
 @dataclass
@@ -398,7 +397,6 @@ class Rollouts:
     Args:
         prompts: gives the prompts of each step: lists of `PromptRow`.
         collate: makes a micro-batch of encoded samples, on this rank.
-        facts: what the stages need of each micro-batch on the host.
         start_step, end_step: optimizer steps done, and after which no answers are wanted.
         saved: facts of the checkpoint that the run continues.
         start_stage: builds a stage of the start model again; needed after `start_step`.
@@ -423,7 +421,6 @@ class Rollouts:
         prompts: Any,
         collate: Callable[..., MicroBatch],
         replicas: Replicas,
-        facts: Callable[[MicroBatch], MicroBatch] | None,
         start_step: int = 0,
         end_step: int,
         saved: Mapping[str, Any],
@@ -434,7 +431,7 @@ class Rollouts:
         self.episodes = episodes
         self.answers, self.rewards, self.options = answers, rewards, options
         self.runner = answers.runner
-        self.prompts, self.collate, self.facts = prompts, collate, facts
+        self.prompts, self.collate = prompts, collate
         self.replicas, self.on_samples = replicas, on_samples
         self.start_step, self.end_step, self._start_stage = start_step, end_step, start_stage
         self._saved = saved.get("answers") if options.ahead else None
@@ -704,15 +701,13 @@ class Rollouts:
         """Return micro-batches of answers, without what rewards decide."""
         order = self._by_prompt(made)
         batches = batches_of(
+            self.answers,
             [(None, made[number].encoded) for number in order or range(len(made))],
             step,
+            options=self.options,
             collate=self.collate,
-            micro_batch_size=self.options.micro_batch_size,
-            is_sorted=self.options.is_sorted and not order,
-            facts=self.facts,
-            row_capacity=self.options.row_capacity,
-            legal_counts=self.runner.schedule.legal_micro_batches,
             replicas=self.replicas,
+            is_sorted=self.options.is_sorted and not order,
         )
         for batch in batches:
             if order:
