@@ -89,8 +89,7 @@ def opened(
 
 def build_model(config: Arguments) -> tuple[Any, Any, dict[str, Any]]:
     """Return the model, processor and device_map of the builder component."""
-    builder = config.parts["builder"]
-    return builder.part(config.run.model_path, **_builder_arguments(config))
+    return config.parts["builder"].part(config.run.model_path, **_builder_arguments(config))
 
 
 def plan_model(config: Arguments) -> int:

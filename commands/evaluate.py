@@ -32,8 +32,7 @@ def main() -> int:
     run, parts = config.run, config.parts
 
     def check(dataset: Any, rows: range) -> None:
-        metric = parts["metric"].bound
-        check_metric(metric, [read_row(dataset, row)[1] for row in rows[:2]])
+        check_metric(parts["metric"].bound, [read_row(dataset, row)[1] for row in rows[:2]])
         if run.compare_with:  # this fails before hours of generation, not after
             read_other(run.compare_with, [dataset[row][1] for row in rows])
 

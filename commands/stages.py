@@ -168,8 +168,7 @@ class StageBuilder:
         }
         if not is_cut and num_stages == 1:
             given = {name: value for name, value in given.items() if name not in _OF_A_CUT}
-        made = call("train_model", self.part.part, **given)
-        model = check_stage(made, part=self.part.part)
+        model = check_stage(call("train_model", self.part.part, **given), part=self.part.part)
         if self.images is not None:
             match_config(model.config, self.images)
         return model

@@ -111,8 +111,7 @@ class Data:
         self.new_tokens = add_tokens(config, self.processor, path)
         prepare(config, self.processor)
         self.pad_token_id = get_pad_token_id(self.processor)
-        mixture = mixture_of(run, parts["dataset"])
-        part = functools.partial(parts["dataset"].bound, **mixture)
+        part = functools.partial(parts["dataset"].bound, **mixture_of(run, parts["dataset"]))
         make = functools.partial(make_dataset, part, dataset_path=run.dataset_path)
         self.bad_rows = BadRows(run.skip_bad_rows)
         self.vocab_size: int | None = None

@@ -34,8 +34,7 @@ def spelled(text: str) -> str:
 
     def spell(match: re.Match) -> str:
         name, rest = match.groups()
-        of_mapping = names.get(name + rest)
-        return of_mapping or (names[name] + rest if name in names else match.group())
+        return names.get(name + rest) or (names[name] + rest if name in names else match.group())
 
     return _FIELD.sub(spell, text)
 

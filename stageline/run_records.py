@@ -60,8 +60,7 @@ def read_object(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 def cut_torn_line(path: Path) -> None:
     """Remove a last line that a killed process cut off; the next one repeats it."""
     if path.exists():
-        content = path.read_bytes()
-        os.truncate(path, content.rfind(b"\n") + 1)
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def finite(figures: Mapping[str, Any]) -> dict[str, Any]:

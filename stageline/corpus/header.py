@@ -190,8 +190,7 @@ def damaged(path: Path, problem: str) -> DataError:
 
 def encode_header(header: CorpusHeader) -> bytes:
     """Return the first bytes of the `.idx`."""
-    text = json.dumps(asdict(header), ensure_ascii=False, indent=1)
-    return framed(MAGIC, header.version, text)
+    return framed(MAGIC, header.version, json.dumps(asdict(header), ensure_ascii=False, indent=1))
 
 
 def decode_header(start: bytes | memoryview, path: Path) -> tuple[CorpusHeader, int]:

@@ -195,7 +195,7 @@ def make_report(
     unparsed: Sequence[int] | None = figures.get("unparsed")
     clusters = collect_clusters(samples or [{}] * len(scores))
     has_grades = is_graded(figures)
-    # a guess is right once in so many answers; a grade cannot be guessed
+    # a guess among N choices is right once in N; a grade cannot be guessed
     asked = () if has_grades else samples or ()
     num_choices = [len(one.get("choices") or ()) or one.get("num_choices") for one in asked]
 

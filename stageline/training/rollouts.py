@@ -100,7 +100,7 @@ class StageAnswers:
         # training would look for the picture of such a token
         self.image_ids = frozenset() if expander is None else expander.own_ids()
         self.models = list(runner.local)
-        # what the stages need of each micro-batch on the host
+        # the stages need these of each micro-batch on the host
         self.facts = getattr(self.models[0], "host_facts", None)
         for model in self.models:
             if not model.can_decode:

@@ -237,8 +237,7 @@ def encode_scored_pair(
 
 def collate_rewards(samples: Sequence[Item], **common: Any) -> MicroBatch:
     """Make one micro-batch of two rows a sample, and `loss_margins` [P] of the pairs."""
-    pairs = all_encoded(samples, encode_scored_pair, **common)
-    batch = collate_encoded(pairs, **common)
+    batch = collate_encoded(all_encoded(samples, encode_scored_pair, **common), **common)
     margins = []
     for _, sample in samples:
         margin = sample.get("margin") or 0.0
