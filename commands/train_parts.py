@@ -398,10 +398,20 @@ class TrainingParts:
         self, dataset: Any, runner: PipelineRunner, replicas: Replicas | None = None, **place: Any
     ) -> Any:
         """Return the batches of a dataset; `place`: is_evaluation, start_step, position."""
+        run = self.config.run
         if self.samples_answers:
             return self._prompts(dataset, **place)
-        if replicas is not None and self.config.run.teacher.lmbda:
-            return self._own_answers(dataset, runner, replicas, **place)
+        if replicas is not None and run.teacher.lmbda:  # the stages answer a share of the rows
+            return OwnAnswers(
+                self._stage_answers(runner),
+                rollout_options(run),
+                prompts=self._prompts(dataset, **place),
+                collate=functools.partial(self.data.collate, stage=self.context.pp_rank),
+                share=run.teacher.lmbda,
+                max_token_num=run.max_token_num,
+                replicas=replicas,
+                start_step=place["start_step"],
+            )
         place["facts"] = host_facts(runner)
         return train_data.make_loader(
             self.config, self.data, self.context, runner.schedule, dataset, **place
@@ -513,22 +523,6 @@ class TrainingParts:
             pad_token_id=data.pad_token_id,
             stop_ids=stop_ids_of(find_folder(run.config_folder), model_config, data.processor),
             positions=num_positions(model_config),
-        )
-
-    def _own_answers(
-        self, dataset: Any, runner: PipelineRunner, replicas: Replicas, **place: Any
-    ) -> OwnAnswers:
-        """Return the batches of a dataset, with answers of the stages in a share of the rows."""
-        run = self.config.run
-        return OwnAnswers(
-            self._stage_answers(runner),
-            rollout_options(run),
-            prompts=self._prompts(dataset, **place),
-            collate=functools.partial(self.data.collate, stage=self.context.pp_rank),
-            share=run.teacher.lmbda,
-            max_token_num=run.max_token_num,
-            replicas=replicas,
-            start_step=place["start_step"],
         )
 
     def make_teacher(self, runner: PipelineRunner) -> Teacher | None:
