@@ -13,6 +13,7 @@ import random
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 from urllib.error import HTTPError
 
@@ -211,6 +212,7 @@ class TeacherTable:
         return found
 
 
+@dataclass(eq=False)
 class OwnAnswers:
     """The micro-batches of each step, some rows with answers of the stages that train.
 
@@ -224,23 +226,18 @@ class OwnAnswers:
         max_token_num: longest row; an answer is cut there.
     """
 
-    def __init__(
-        self,
-        answers: StageAnswers,
-        options: RolloutOptions,
-        *,
-        prompts: Any,
-        collate: Callable[..., MicroBatch],
-        share: float,
-        max_token_num: int,
-        replicas: Replicas,
-        start_step: int = 0,
-    ) -> None:
-        self.answers, self.options = answers, options
-        self.prompts, self.collate = prompts, collate
-        self.share, self.max_token_num = share, max_token_num
-        self.replicas, self.start_step = replicas, start_step
-        self.state_after = prompts.state_after
+    answers: StageAnswers
+    options: RolloutOptions
+    _: KW_ONLY
+    prompts: Any
+    collate: Callable[..., MicroBatch]
+    share: float
+    max_token_num: int
+    replicas: Replicas
+    start_step: int
+
+    def __post_init__(self) -> None:
+        self.state_after = self.prompts.state_after
 
     def __len__(self) -> int:
         return len(self.prompts)

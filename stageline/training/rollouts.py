@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +391,7 @@ class RolloutOptions:
         return Sampling(max_new_tokens=length, temperature=temperature, stop=stop)
 
 
+@dataclass(eq=False)
 class Rollouts:
     """The micro-batches of each optimizer step: `for micro_batches in rollouts`.
 
@@ -412,34 +413,28 @@ class Rollouts:
         UserError: adapters off were asked for, and would not be the start model.
     """
 
-    def __init__(
-        self,
-        answers: StageAnswers,
-        rewards: Rewards,
-        options: RolloutOptions,
-        *,
-        prompts: Any,
-        collate: Callable[..., MicroBatch],
-        replicas: Replicas,
-        start_step: int = 0,
-        end_step: int,
-        saved: Mapping[str, Any],
-        start_stage: StartStage | None = None,
-        on_samples: Callable[[int, list[dict[str, Any]]], None] | None = None,
-        episodes: Episodes | None = None,
-    ) -> None:
-        self.episodes = episodes
-        self.answers, self.rewards, self.options = answers, rewards, options
-        self.runner = answers.runner
-        self.prompts, self.collate = prompts, collate
-        self.replicas, self.on_samples = replicas, on_samples
-        self.start_step, self.end_step, self._start_stage = start_step, end_step, start_stage
-        self._saved = saved.get("answers") if options.ahead else None
+    answers: StageAnswers
+    rewards: Rewards
+    options: RolloutOptions
+    _: KW_ONLY
+    prompts: Any
+    collate: Callable[..., MicroBatch]
+    replicas: Replicas
+    start_step: int
+    end_step: int
+    saved: Mapping[str, Any]
+    start_stage: StartStage
+    on_samples: Callable[[int, list[dict[str, Any]]], None] | None
+    episodes: Episodes | None
+
+    def __post_init__(self) -> None:
+        options, self.runner = self.options, self.answers.runner
+        self._saved = self.saved.get("answers") if options.ahead else None
         self._ahead: Drawn | None = None
         self._frozen: FrozenCopy | None = None
         self.figures, self.seconds = dict[str, float](), dict[str, float]()
         self.busy_seconds, self.is_last = 0.0, True
-        self._tokenizer = get_tokenizer(answers.processor)
+        self._tokenizer = get_tokenizer(self.answers.processor)
         self.start_mode: Mode | None = None
         self.start_reason = ""
         if options.kl_beta:
@@ -447,7 +442,7 @@ class Rollouts:
                 options.reference,
                 self.runner,
                 has_columns=False,
-                begun_as=saved.get("reference"),
+                begun_as=self.saved.get("reference"),
                 otherwise="frozen_copy",
             )
 
@@ -477,7 +472,7 @@ class Rollouts:
         options, step, prompts = self.options, self.start_step, iter(self.prompts)
         if self.start_mode == "frozen_copy":  # before anything is trained
             self.replicas.put_together()
-            start_stage = self._start_stage if self.start_step > 0 else None
+            start_stage = self.start_stage if self.start_step > 0 else None
             self._frozen = FrozenCopy(self.runner, start_stage=start_stage)
         began = time.perf_counter()
         self.seconds = {}
