@@ -262,25 +262,23 @@ def trainer_config(run: RunConfig) -> TrainerConfig:
     return TrainerConfig(**{name: given[name] for name in names})
 
 
+@dataclasses.dataclass(eq=False)
 class TrainingParts:
     """Components of a run, for the trainer."""
 
-    def __init__(
-        self,
-        config: RunPlan,
-        data: Data,
-        context: DistributedContext,
-        make_runner: Callable[[Sequence[Stage]], Any],
-        *,
-        places_layers: bool,
-    ) -> None:
-        self.config, self.data = config, data
-        self.context, self.make_runner = context, make_runner
-        self.stages_here = list(config.topology.schedule.stages_of(context.pp_rank))
+    config: RunPlan
+    data: Data
+    context: DistributedContext
+    make_runner: Callable[[Sequence[Stage]], Any]
+    _: dataclasses.KW_ONLY
+    places_layers: bool
+
+    def __post_init__(self) -> None:
+        config, schedule = self.config, self.config.topology.schedule
+        self.stages_here = list(schedule.stages_of(self.context.pp_rank))
         self.make_loss: Callable[[Stage], LossPart] = functools.partial(make_loss, config)
         self.make_optimizer: Callable[..., Any] = functools.partial(make_optimizer, config)
         self.make_learning_rate: Callable[[], Any] = functools.partial(make_learning_rate, config)
-        self.places_layers = places_layers
         self.lr_scales: Mapping[str, float] = learning_rate_scales(config.run)
         self.samples_answers = bool(config.parts["loss_fn"].facts.samples_answers)
 

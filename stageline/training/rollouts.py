@@ -119,7 +119,7 @@ class StageAnswers:
         self.groups = AnswerGroups(
             chain,
             tokenizer=get_tokenizer(processor),
-            stop_ids=stop_ids,
+            stop_ids=tuple(stop_ids),
             device=runner.device,
             lots_at_once=schedule.num_ranks,
             most_on_way=max(1, max_in_flight(schedule.num_ranks) // len(self.models)),

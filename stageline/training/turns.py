@@ -8,7 +8,7 @@ the same answers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 from torch.utils.data import Subset
@@ -97,6 +97,7 @@ class _Episode:
         return answered(self.prompt, [*ids, 0], [*[False] * len(ids), True])
 
 
+@dataclass(eq=False)
 class Episodes:
     """Draws answers of several turns; all ranks of a pipeline call it.
 
@@ -106,17 +107,12 @@ class Episodes:
         max_turns: completions of an answer.
     """
 
-    def __init__(
-        self,
-        draw: Draw,
-        make: Callable[[], Environment],
-        tokens_of: MessageTokens,
-        *,
-        shared: Callable[[Any], Any],
-        max_turns: int,
-    ) -> None:
-        self.draw, self.make, self.tokens_of = draw, make, tokens_of
-        self.shared, self.max_turns = shared, max_turns
+    draw: Draw
+    make: Callable[[], Environment]
+    tokens_of: MessageTokens
+    _: KW_ONLY
+    shared: Callable[[Any], Any]
+    max_turns: int
 
     def __call__(
         self,

@@ -8,7 +8,7 @@ prompt is read once: its answers share what was kept of it, and images are looke
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -101,6 +101,7 @@ class _Lot:
 OnLot = Callable[[int, Sequence[Sequence[SampledAnswer]]], None]
 
 
+@dataclass(frozen=True, eq=False)
 class AnswerGroups:
     """Draws groups of answers; the first rank of a pipeline has it, the others follow.
 
@@ -111,22 +112,13 @@ class AnswerGroups:
         most_on_way: passes that may be on their way.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        *,
-        tokenizer: Any,
-        stop_ids: Sequence[int],
-        device: torch.device,
-        lots_at_once: int,
-        most_on_way: int,
-    ) -> None:
-        self.chain = chain
-        self.tokenizer = tokenizer
-        self.stop_ids = tuple(stop_ids)
-        self.device = device
-        self.lots_at_once = lots_at_once
-        self.most_on_way = most_on_way
+    chain: Chain
+    _: KW_ONLY
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    device: torch.device
+    lots_at_once: int
+    most_on_way: int
 
     def draw(
         self,
