@@ -265,6 +265,7 @@ MOST_PIXELS_A_SIDE = 2048  # a photograph would fill the largest body that serve
 _TEMPLATE = "[QUESTION][ANSWER]"
 
 
+@dataclasses.dataclass(eq=False)
 class LocalModel:
     """A model in this process; it answers as evaluate.py's does.
 
@@ -275,19 +276,12 @@ class LocalModel:
             no pictures are taken.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        processor: Any,
-        *,
-        render: Callable[..., Rendered],
-        image_token: Callable[..., Rendered] | None = None,
-    ) -> None:
-        self.model = model
-        self.processor = processor
-        self.render = render
-        self.image_token = image_token
-        self.num_asked = 0
+    model: PreTrainedModel
+    processor: Any
+    _: dataclasses.KW_ONLY
+    render: Callable[..., Rendered]
+    image_token: Callable[..., Rendered] | None = None
+    num_asked: int = dataclasses.field(default=0, init=False)
 
     @property
     def takes_images(self) -> bool:

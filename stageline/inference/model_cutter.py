@@ -12,7 +12,7 @@ only (both are compared in benchmarks/model_cutter_2026-11-22.md).
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 from torch import nn
@@ -201,6 +201,7 @@ class Wanted:
     load: Load = Load()
 
 
+@dataclass(eq=False)
 class ModelCutter:
     """Makes the device_map of a model.
 
@@ -212,21 +213,15 @@ class ModelCutter:
         load: what the model will be asked for.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        num_devices: int,
-        visual_gpu_ratio: float | None = None,
-        memory: Sequence[int] | None = None,
-        load: Load | None = None,
-    ) -> None:
-        assert memory is None or len(memory) == num_devices, "a size for each device"
-        self.model = model
-        self.num_devices = num_devices
-        self.visual_gpu_ratio = visual_gpu_ratio
-        self.memory = memory
-        self.load = load or Load()
+    model: PreTrainedModel
+    _: KW_ONLY
+    num_devices: int
+    visual_gpu_ratio: float | None = None
+    memory: Sequence[int] | None = None
+    load: Load = Load()
+
+    def __post_init__(self) -> None:
+        assert self.memory is None or len(self.memory) == self.num_devices, "a size for each device"
 
     def device_map(self) -> dict[str, int]:
         """Return module path -> device; every parameter and buffer is below exactly one path."""

@@ -10,7 +10,7 @@ import inspect
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from io import BytesIO
 from types import MappingProxyType
 from typing import Any
@@ -44,6 +44,7 @@ Prompt = Mapping[str, torch.Tensor]
 RenderPart = Callable[..., Rendered]
 
 
+@dataclass(eq=False)
 class PromptMaker:
     """Makes prompts with one processor.
 
@@ -55,25 +56,18 @@ class PromptMaker:
         max_pixels: of each, width x height; known from its header before it is decoded.
     """
 
-    def __init__(
-        self,
-        processor: Any,
-        *,
-        render: RenderPart,
-        image_token: RenderPart,
-        max_images: int,
-        max_pixels: int,
-        max_length: int | None = None,
-    ) -> None:
-        self.processor = processor
-        self.tokenizer = get_tokenizer(processor)
-        self.num_ids = num_token_ids(processor)
-        self.max_length = max_length
+    processor: Any
+    _: KW_ONLY
+    render: RenderPart
+    image_token: RenderPart
+    max_images: int
+    max_pixels: int
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        self.tokenizer = get_tokenizer(self.processor)
+        self.num_ids = num_token_ids(self.processor)
         self.longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
-        self.render = render
-        self.image_token = image_token
-        self.max_images = max_images
-        self.max_pixels = max_pixels
         # layouts of a template are kept in a dictionary that is changed by each reader
         self._lock = threading.Lock()
 

@@ -3,6 +3,7 @@
 import re
 import resource
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def gather_peaks(
     return torch.cat(peaks).tolist()
 
 
+@dataclass(eq=False)
 class MemoryAccount:
     """Account of the memory of this rank, for the report of a run that has none left.
 
@@ -53,14 +55,10 @@ class MemoryAccount:
         train_step: set when it is there; before that only remedies are reported.
     """
 
-    def __init__(
-        self,
-        devices: Sequence[torch.device],
-        remedies: Sequence[str],
-        answering: Sequence[str] = (),
-    ) -> None:
-        self.devices, self.remedies, self.answering = devices, remedies, answering
-        self.train_step: TrainStep | None = None
+    devices: Sequence[torch.device]
+    remedies: Sequence[str]
+    answering: Sequence[str] = ()
+    train_step: TrainStep | None = field(default=None, init=False)
 
     def describe(self) -> str:
         """Return sentences with the shape of the micro-batch, what is in use, and remedies."""
