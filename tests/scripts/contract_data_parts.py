@@ -70,27 +70,10 @@ class RowIsSwapped(Rows):
         return self.sample(row), None
 
 
-@dataset_register("row_has_one_image")
-class RowHasOneImage(Rows):
-    def __getitem__(self, row):
-        from PIL import Image
-
-        return Image.new("RGB", (24, 24)), self.sample(row)
-
-
 @dataset_register("takes_no_path")
 class TakesNoPath(Rows):
     def __init__(self, *, split="train"):
         self.number = 24
-
-
-@dataset_register("has_no_len")
-class HasNoLen:
-    def __init__(self, *, dataset_path=None, split="train"):
-        pass
-
-    def __getitem__(self, row):
-        return None, {"question": f"{row}?", "answer": "!"}
 
 
 @dataset_register("has_no_getitem")
@@ -100,11 +83,6 @@ class HasNoGetitem:
 
     def __len__(self):
         return 24
-
-
-@dataset_register("makes_none")
-def makes_none(*, dataset_path=None, split="train"):
-    Rows(split=split)
 
 
 @dataset_register("long_test_rows")
@@ -135,19 +113,9 @@ def gives_pieces(sample, prompt, *, processor=None, for_generation=False):
     return list(fill(sample, prompt))
 
 
-@prompt_fn_register("takes_one")
-def takes_one(sample):
-    return fill(sample, "[QUESTION] [ANSWER]")
-
-
 @prompt_fn_register("raises_key_error")
 def raises_key_error(sample, prompt, *, processor=None, for_generation=False):
     return fill({**sample, "question": sample["title"]}, prompt)
-
-
-@image_token_register("image_token_str")
-def image_token_str(rendered, images, *, processor):
-    return rendered.text
 
 
 @image_token_register("image_token_one")
@@ -171,13 +139,6 @@ other_batches("collate_lists", lambda batch: {n: v.tolist() for n, v in batch.it
 other_batches("collate_no_mask", lambda batch: {n: batch[n] for n in ("input_ids", "labels")})
 other_batches("collate_float_ids", lambda batch: {**batch, "input_ids": batch["input_ids"].float()})
 other_batches("collate_short_labels", lambda batch: {**batch, "labels": batch["labels"][:, 1:]})
-
-
-@collate_fn_register("collate_no_labels")
-def collate_no_labels(samples, *, num_stages, **common):
-    batch = collate_sft(samples, num_stages=num_stages, **common)
-    del batch["labels"]
-    return batch
 
 
 @collate_fn_register("collate_fewer_rows")

@@ -131,15 +131,16 @@ def counted(ids, kinds, groups_of):
     return counts
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_train_evaluate_and_count(name, model, tmp_path):
-    done = train(model, name, tmp_path / "run")
+def test_a_step_of_training(model, tmp_path):
+    done = train(model, "vsr", tmp_path / "run")
     assert done.code == 0, done.out + done.err
     log = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
     (step,) = [record for record in log if record["kind"] == "train"]
     assert math.isfinite(step["loss"]) and step["grad_norm"] > 0
-    trained = tmp_path / "run/checkpoints/step-00000001"
 
+
+@pytest.mark.parametrize("name", READERS)
+def test_evaluate_and_count(name, model, tmp_path):
     read = READERS[name]
     ids = held_out(name)
     kinds = [TURNS[index % len(TURNS)] for index in range(len(ids))]
@@ -148,7 +149,7 @@ def test_train_evaluate_and_count(name, model, tmp_path):
         {"right": told[i][0], "wrong": told[i][1]}.get(kind, kind)
         for i, kind in zip(ids, kinds, strict=True)
     ]
-    done = evaluate(trained, name, tmp_path / "eval", *scripted(tmp_path, dict(zip(ids, texts))))
+    done = evaluate(model, name, tmp_path / "eval", *scripted(tmp_path, dict(zip(ids, texts))))
     assert done.code == 0, done.out + done.err
     report = json.loads((tmp_path / "eval/report.json").read_text())
     found = {
