@@ -47,18 +47,13 @@ def test_the_launcher_speaks_for_a_rank_that_said_nothing(job, do, words):
 def test_a_worker_whose_launcher_died_while_it_started_ends_at_once():
     """The launcher's number comes with the environment, not from a parent that may be gone."""
     orphan = "from stageline.distributed import launch; launch.launch_if_needed(2); print('on')"
-    launcher = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True)
-    environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2"}
-    environment |= {LAUNCHER: launcher.stdout.strip(), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", orphan], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 9 and "on" not in done.stdout, done.stderr
-    environment[LAUNCHER] = str(os.getpid())
-    done = subprocess.run(
-        [sys.executable, "-c", orphan], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and done.stdout == "on\n", done.stderr
+    gone = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True)
+    told = {"RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    for launcher, code, said in ((gone.stdout.strip(), 9, ""), (str(os.getpid()), 0, "on\n")):
+        environment = {**os.environ, **told, LAUNCHER: launcher}
+        words = [sys.executable, "-c", orphan]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (code, said), done.stderr
 
 
 def test_a16_a_port_in_use_is_named():

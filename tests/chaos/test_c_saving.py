@@ -140,32 +140,15 @@ def test_c06_output_dir_cannot_be_written(job, tmp_path):
         assert "Traceback" not in done.err
 
 
-VANDAL = """
-import os, shutil
-from register import lr_scheduler_register
-
-@lr_scheduler_register("vandal")
-def vandal(learning_rate, min_lr, warmup_steps, warmup_start_lr, total_steps, folder: str):
-    def rate(step):
-        if step == 3:
-            while os.path.exists(folder):  # a checkpoint may be written while it is removed
-                shutil.rmtree(folder, ignore_errors=True)
-        return learning_rate
-    return rate
-"""
-
-
 def test_c07_output_dir_removed_while_running(job):
     """It is gone when a checkpoint is due: code 5, the folder named."""
-    part = job.folder / "vandal_part.py"
-    part.write_text(VANDAL)
     folder = job.folder / "removed"
-    done = job.fork(
-        "removed",
-        *("--import", part, "--lr-scheduler", "vandal", "--lr-scheduler.folder", folder),
-        *SHORT,
-        ranks=1,
-    )
+    run = job.start_forked("removed", *SHORT, ranks=1, chaos="at=step,step=3,do=sleep,value=2")
+    while job.checkpoints("removed") == [] or len(job.losses("removed")) < 3:
+        assert run.is_running()
+        time.sleep(0.02)
+    shutil.rmtree(folder)
+    done = run.wait()
     assert done.code == 5 and "No such file" in done.err and str(folder) in done.err, done.err
 
 

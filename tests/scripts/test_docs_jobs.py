@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from sklearn import datasets
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from commands import train_parts
 from commands.command_line import COMMANDS
 from options.command_line import read_options
 from stageline.data.text.processor import save_processor
@@ -200,7 +201,7 @@ def text_model(folder, family="llama", **size):
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def rows_of(path, count=100):
+def rows_of(path, count=50):
     return [json.loads(line) for line in (ROOT / path).read_text().splitlines()[:count]]
 
 
@@ -271,14 +272,15 @@ def visual(folder):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_digits():
-    """Make the handwritten digits few: to check 1,437 images took most of a run."""
-    digits, load = datasets.load_digits(), datasets.load_digits
+def light_runs():
+    """Make the handwritten digits few, and leave out the planner before training (plan has it)."""
+    digits = datasets.load_digits()
     for name in ("data", "images", "target"):
-        digits[name] = digits[name][:460]
-    datasets.load_digits = lambda *_, **__: digits
-    yield
-    datasets.load_digits = load
+        digits[name] = digits[name][:240]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets, "load_digits", lambda *_, **__: digits)
+        patch.setattr(train_parts, "place_together", lambda *_, **__: None)
+        yield
 
 
 @pytest.fixture(scope="module")
