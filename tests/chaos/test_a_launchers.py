@@ -72,17 +72,3 @@ def test_a16_a_port_in_use_is_named():
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"error[usage]: port {port} of localhost (MASTER_PORT) is in use")
     assert "Traceback" not in done.stderr
-
-
-def test_a22_a_restarted_run_ends_as_if_nothing_had_happened(job):
-    options = ("--num-stages", 2, "--total-steps", 4)
-    job.train("alone", "--total-steps", 4)
-    fault = "at=step,rank=1,step=3,restart=0,do=sigkill"
-    torchrun = (2, "--max-restarts", 1)
-    # below a torchrun whose workers are new Pythons: tests/scripts/test_multinode.py
-    run = launch(job, "again", *options, "--resume", "auto", chaos=fault, torchrun=torchrun)
-    done = run.finish()
-    assert done.code == 0, done.err
-    assert job.losses("again") == job.losses("alone")  # to the bit
-    assert job.checkpoints("again") == job.checkpoints("alone")
-    assert not (job.folder / "again" / "failure.json").exists()  # the last attempt was good

@@ -21,7 +21,6 @@ from tests.helpers.warm_start import WarmLauncher, live_processes
 
 TOTAL_STEPS = 20
 KILLS = 4
-ANSWERING_STEPS, ANSWERING_KILLS = 12, 2
 OPTIONS = ("--total-steps", TOTAL_STEPS, "--save-steps", 2, "--keep-last", 3)
 # stages, whether saving waits, data workers: of the restarts in turn
 WAYS = [(2, False, 0), (1, False, 0), (2, True, 1)]
@@ -90,35 +89,5 @@ def test_kills_below_torchrun_leave_the_same_run(job):
     killer = Killer(2, folder, total_steps=TOTAL_STEPS, seconds_to_start=1.0)
     kill_below_launcher(run, killer, kills=2)
     assert_same_run(job, "torchrun")
-    print(*killer.done, sep="\n")
-
-
-def test_kills_between_answers_and_updates_leave_the_same_run(tmp_path, monkeypatch):
-    """Get the same answers, byte by byte, in a run whose model answers before each step."""
-    monkeypatch.setattr(failure, "SECONDS_FOR_THE_CAUSE", 0.2)
-    job = Job(tmp_path)
-    words = (
-        "--collate-fn grpo --reward length --reward.length.longest 8 --reward.length.margin 8 "
-        "--rollouts.group_size 4 --rollouts.max_completion_length 8 --rollouts.inner_steps 2 "
-        "--rollouts.sampling_temperature 2 "
-    ).split()
-    options = (*OPTIONS, *words, "--total-steps", ANSWERING_STEPS)
-    whole = job.fork("whole", *options)
-    assert whole.code == 0, whole
-    folder = RunFolder(job.folder / "killed")
-
-    def start(count: int):
-        return job.start_forked("killed", *options, "--resume", "auto")
-
-    killer = Killer(3, folder, total_steps=ANSWERING_STEPS, seconds_to_start=1.0)
-    kill_by_hand(start, killer, kills=ANSWERING_KILLS)
-    tensors, expected = (
-        last_tensors(RunFolder(job.folder / run), ANSWERING_STEPS) for run in ("killed", "whole")
-    )
-    assert len(tensors) == 4 and tensors == expected
-    answers, wanted = (
-        (job.folder / run / "samples.jsonl").read_bytes() for run in ("killed", "whole")
-    )
-    assert answers == wanted and answers.count(b"\n") == 2 * ANSWERING_STEPS // 2
-    assert job.losses("killed") == job.losses("whole")
+    assert not (job.folder / "torchrun" / "failure.json").exists(), "the last attempt was good"
     print(*killer.done, sep="\n")

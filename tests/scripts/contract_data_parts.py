@@ -51,17 +51,13 @@ def other_rows(key, change):
 
 
 other_rows("row_is_none", lambda sample: None)
+other_rows("row_is_a_dict", lambda sample: sample)
 other_rows("row_is_three", lambda sample: (None, sample, 0))
 other_rows("row_is_a_dict_of_two", lambda sample: {"question": "1?", "answer": "!"})
+other_rows("has_no_id", lambda sample: (None, {"question": "0?", "answer": "!"}))
 other_rows("sample_is_a_text", lambda sample: (None, "0? !"))
 other_rows("row_has_paths_for_images", lambda sample: (["0.png"], sample))
 other_rows("row_has_a_tensor", lambda sample: (torch.zeros(3, 24, 24), sample))
-
-
-@dataset_register("row_is_a_dict")
-class RowIsADict(Rows):
-    def __getitem__(self, row):
-        return self.sample(row)
 
 
 @dataset_register("row_is_swapped")
@@ -160,9 +156,3 @@ def collate_no_test_targets(samples, *, num_stages, **common):
 @metric_register("metric_number")
 def metric_number(predictions, samples):
     return 0.5
-
-
-@dataset_register("has_no_id")
-class HasNoId(Rows):
-    def sample(self, row):
-        return {"question": "0?", "answer": "!"}

@@ -11,7 +11,6 @@ from parse_args import parse_check_args
 from pp_models import CausalLMStage
 from register import import_shelf, train_model_register
 from stageline.data.text.processor import save_processor
-from tests.helpers.forked_entry import run_entry as launch_entry
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import tiny_config, tiny_processor, tiny_tokenizer
 
@@ -139,24 +138,6 @@ def guide(tmp_path):
     config = {"model_type": "gru_lm", "vocab_size": len(tokenizer)}
     (tmp_path / "my_model" / "config.json").write_text(json.dumps(config))
     return re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)[0]
-
-
-def run_entry(folder, *options):
-    command = ["-m", "stageline", "check", "--import", "my_parts.py"]
-    return launch_entry(
-        [*command, "--train-model", "gru_lm", "--config-path", "my_model", *options],
-        cwd=folder,
-        timeout=240,
-    )
-
-
-def test_the_entry_checks_the_part_of_the_guide(guide, tmp_path):
-    (tmp_path / "my_parts.py").write_text(guide)
-    done = run_entry(tmp_path, "--num-stages", "2", "--bf16")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "GruStage on one stage" in done.stdout and "float32" in done.stdout
-    assert "passed: the split computes what the whole model computes" in done.stdout
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_parameter_that_nothing_uses_is_named(guide, tmp_path):

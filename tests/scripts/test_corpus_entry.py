@@ -162,7 +162,7 @@ def test_pack_and_verify(inside, capsys):
     do("pack --read-path-prefix data/dataset1 --seq-length 80 --overwrite")
 
 
-def test_what_a_run_has_seen_is_found_and_removed(inside, tmp_path):
+def test_what_a_run_has_seen_is_found(inside, tmp_path):
     """Use the sampler that a run draws with, after steps of two replicas, then of one."""
     for name, count in (("many", 40), ("more", 30)):
         lines = [f"{'a b ' * (number % 9)}{number}\n" for number in range(count)]
@@ -207,11 +207,6 @@ def test_what_a_run_has_seen_is_found_and_removed(inside, tmp_path):
     )
     two = [int(line) for line in (tmp_path / "two.txt").read_text().splitlines()]
     assert set(two) < set(segments)
-    do(f"remove --read-data-path-prefix {tmp_path}/c --write-data-path-prefix {tmp_path}/rest "
-       f"--remove-idx-path {tmp_path}/seen.npy")  # fmt: skip
-    whole, rest = open_corpus(f"{tmp_path}/c"), open_corpus(f"{tmp_path}/rest")
-    wanted = [whole[index].tolist() for index in range(len(whole)) if index not in segments]
-    assert [rest[i].tolist() for i in range(len(rest))] == wanted
 
 
 def flat(sampler):

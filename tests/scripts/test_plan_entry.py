@@ -42,21 +42,6 @@ GRPO = (
 ).split()
 
 
-def test_a_run_that_answers_is_planned_with_its_keys_and_values(job):
-    done = train(job, *GRPO, "--plan", "--partition", "2,2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "not counted" not in done.stdout
-    head = next(line for line in done.stdout.splitlines() if " answering " in line)
-    assert head.split().index("cache") == 5
-    # 8 rows and the 4 of the prompt that joins, 64 columns, one head of 8 numbers, keys and values
-    # in float32, 2 layers a rank: 96 KiB
-    ranks = [line.split() for line in done.stdout.partition(head)[2].splitlines()[2:4]]
-    assert all("96.0 KiB" in " ".join(line) for line in ranks), done.stdout
-    # weights and state leave a little; answering needs the most
-    done = train(job, *GRPO, "--rollouts.prompts_together", "1", "--device-memory", "0.00004")
-    assert done.returncode == 2 and "--rollouts.prompts_together" in done.stderr
-
-
 def test_a_check_tries_the_rewards_and_names_a_row_without_an_answer(job):
     words = ("--reward", "contains,format,length,remote", "--check-only")
     done = train(job, *GRPO, *words)

@@ -1,19 +1,14 @@
 """Stages whose names do not add up to the whole model are refused before step 1, and on save."""
 
-import importlib.util
 import json
 import re
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
-from commands.export import make_stages
 from pp_models import StageModel
-from register import import_shelf, train_model_register
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
@@ -137,17 +132,6 @@ def test_a_library_model_without_a_layer_does_not_answer(job):
     assert "9 on no stage (model.layers.2.self_attn.q_proj.weight, " in done.err
 
 
-def test_a_library_model_without_a_layer_is_not_exported(job, monkeypatch):
-    import_shelf("pp_models")
-    spec = importlib.util.spec_from_file_location("forgets", job.folder / "forgets.py")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))  # export.py has no --import
-    for key in ("llama", "causal_lm"):
-        entry = replace(train_model_register.entry(key), part=train_model_register["forgets"])
-        monkeypatch.setitem(train_model_register.data, key, entry)
-    with pytest.raises(UserError, match="9 on no stage .model.layers.2"):
-        make_stages(job.model)
-
-
 def test_stages_that_do_not_add_up_are_not_saved(tmp_path):
     """Refuse in the save itself: two stages hold the same names, and a folder has each once."""
     stages = [Own(None, stage=stage, num_stages=2) for stage in range(2)]
@@ -177,19 +161,3 @@ def test_a_resumed_run_is_refused_before_it_loads(folder):
     assert done.returncode == 2, done.stdout + done.stderr
     assert "blocks.0.norm.weight on stages 0, 1" in done.stderr
     assert sorted((folder / "run" / "checkpoints").iterdir()) == before
-
-
-def test_weights_that_no_stage_reads_are_refused(folder):
-    assert train(folder, *START).returncode == 0
-    shutil.copytree(folder / "run" / "checkpoints" / "step-00000002", folder / "weights")
-    shutil.rmtree(folder / "run")
-    for name in ("manifest.json", "model.safetensors.index.json"):
-        (folder / "weights" / name).unlink()
-    state = {}
-    for file in sorted((folder / "weights").glob("*.safetensors")):
-        state |= load_file(file)
-        file.unlink()
-    state |= {f"blocks.4.{n}": v.clone() for n, v in state.items() if n == "head.bias"}
-    save_file(state, folder / "weights" / "model.safetensors", metadata={"format": "pt"})
-    done = train(folder, "--model-path", "weights", "--train-model", "gru_lm")
-    refused(folder, done, "1 names belong to no stage: blocks.4.head.bias", code=4)
