@@ -51,7 +51,8 @@ def test_b01_sigterm_to_the_launcher(job):
     os.kill(run.pid, signal.SIGTERM)
     done = run.finish()
     assert done.code == 143, done.err
-    assert done.err == "Stopping after this step; a second SIGTERM ends at once without saving.\n"
+    told = "Stopping after this step; a second SIGTERM ends at once without saving."
+    assert done.err.strip() == told
     assert_kept(job, "b01", 2, 4)
 
 

@@ -32,7 +32,7 @@ def assert_same_run(job, one, other, step):
 
 
 def test_a_constant_rate_goes_on_as_if_it_had_been_longer(job):
-    """By epochs, then by steps, then by epochs again."""
+    """Lengthen a run of an epoch by steps, then by epochs again."""
     job.train("whole", *CONSTANT, "--total-steps", 8, ranks=1)
     done = job.train("short", *CONSTANT, "--num-train-epochs", 1, ranks=1)
     assert "an epoch is 4 steps, 1 epoch = 4 steps" in done.out

@@ -18,7 +18,7 @@ EXACT = ("step", "num_tokens", "num_targets", "num_samples", "token_accuracy")
 
 
 def test_sharded_replicas_train_and_save_what_one_process_does(tmp_path):
-    """Below torchrun the number of replicas follows from that of the processes."""
+    """Let the number of replicas follow from that of torchrun's processes."""
     job = Job(tmp_path)
     job.train("alone", *OPTIONS, ranks=1)
     words = (*OPTIONS, "--batch-size", 4, "--num-stages", 1, "--dp-shard")
