@@ -15,7 +15,6 @@ from commands import corpus
 from parse_args import parse_corpus_args
 from register import dataset_register, import_shelf
 from stageline.corpus.corpus_files import open_corpus
-from stageline.corpus.pack import PackedRows
 from stageline.errors import DataError, UserError
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.tiny_models import tiny_tokenizer
@@ -147,19 +146,6 @@ def test_merge_stats_verify(inside, capsys):
     Path("data/both.bin").write_bytes(damaged)
     with pytest.raises(DataError, match="both.bin"):
         do("verify --read-path-prefix data/both")
-
-
-def test_pack_and_verify(inside, capsys):
-    do("pack --read-path-prefix data/dataset1")
-    rows = PackedRows("data/dataset1")
-    told = f"{len(rows)} rows of 64 tokens, {rows.padding:.2%} padding"
-    assert told in capsys.readouterr().out
-    assert sorted(rows.members(numpy.arange(len(rows)))) == list(range(rows.header.num_segments[0]))
-    do("verify --read-path-prefix data/dataset1")
-    assert "so are its packed rows" in capsys.readouterr().out
-    with pytest.raises(UserError, match="rows of 64 tokens, not of 80"):
-        do("pack --read-path-prefix data/dataset1 --seq-length 80")
-    do("pack --read-path-prefix data/dataset1 --seq-length 80 --overwrite")
 
 
 def test_what_a_run_has_seen_is_found(inside, tmp_path):
