@@ -30,7 +30,7 @@ def job(tmp_path):
         rows = range(start, start + count)
         lines = [{"id": str(i), "question": f"{i}?", "answer": f"{i % 7}!"} for i in rows]
         write_lines(tmp_path / f"{name}.jsonl", lines)
-    return Job(tmp_path)
+    return Job(tmp_path, num_layers=4)
 
 
 @torch.no_grad()
