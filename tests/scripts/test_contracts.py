@@ -73,7 +73,7 @@ def line_of(name, file):
 
 def test_a_run_ends_with_the_code_of_what_is_wrong(job):
     done = run(job, "--dataset row_is_a_dict")
-    place = f"the dataset OtherRows (tests/scripts/{DATA.name}:"
+    place = f"OtherRows (tests/scripts/{DATA.name}:"
     came = "gave for row 0 a dict with 'id', 'question', 'answer'"
     assert "return (None, sample)" in assert_refused(done, 3, "error[data]", place, came)
     done = run(job, "--loss-fn loss_mean")

@@ -115,7 +115,8 @@ def run_noted(folder, script, *options, **environment):
 def test_the_default_job_trains_and_is_evaluated(tmp_path):
     folder = tmp_path / "run"
     steps = ("--total-steps", "2", "--warmup-steps", "1")
-    options = (*steps, "--eval-samples", "8", "--output-dir", str(folder))
+    sizes = ("--batch-size", "8", "--micro-batch-size", "4", "--eval-samples", "4")
+    options = (*steps, *sizes, "--timeline-step", "0", "--output-dir", str(folder))
     trained = run("train_pp.sh", *options)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     for name in ("config.yaml", "log.jsonl", "loss.png", "samples/step-00000002.png"):
