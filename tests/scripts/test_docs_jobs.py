@@ -202,7 +202,7 @@ def text_model(folder, family="llama", **size):
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def rows_of(path, count=50):
+def rows_of(path, count=100):
     return [json.loads(line) for line in (ROOT / path).read_text().splitlines()[:count]]
 
 
