@@ -1,16 +1,13 @@
 """Components that fail on some rank at some step, as the variable FAULTS sets. For chaos tests.
 
-FAULTS='{"1": {"step": 2, "do": "longer"}}': what rank 1 does when it collates step 2, from 0 on.
+FAULTS='{"1": {"step": 2, "do": "ragged"}}': what rank 1 does when it collates step 2, from 0 on.
 """
 
 import json
 import os
 import resource
-import time
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from dataset import sft
 from pp_models import CausalLMStage
@@ -52,39 +49,17 @@ def silent(samples, **kwargs):
     return {**batch, "labels": batch["labels"].masked_fill(is_long[:, None], -100)}
 
 
-def _widths(batch, change):
-    return {name: change(value) if name in WORDS else value for name, value in batch.items()}
-
-
-def longer(batch):
-    return _widths(batch, lambda value: torch.cat([value, value[:, -1:]], dim=1))
-
-
 def ragged(batch):
-    return longer(batch) if _Calls.count == 3 else batch
+    if _Calls.count != 3:
+        return batch
+    return {
+        name: torch.cat([value, value[:, -1:]], dim=1) if name in WORDS else value
+        for name, value in batch.items()
+    }
 
 
 def other_tokens(batch):
     return {**batch, "input_ids": batch["input_ids"].roll(1)}
-
-
-def fail(batch):
-    raise KeyError("the first cause")
-
-
-def fail_later(batch):
-    first = Path(os.environ["FIRST"])  # the other rank writes this before anything else
-    while not first.exists() or not first.stat().st_size:
-        time.sleep(0.01)
-    raise KeyError("the second cause")
-
-
-def clean_up_slowly(batch):
-    try:
-        raise KeyError("the cause")
-    finally:
-        dist.destroy_process_group()  # the others lose their connection first
-        time.sleep(0.7)
 
 
 def fill_memory(batch):
@@ -94,9 +69,4 @@ def fill_memory(batch):
     torch.empty(3 * 2**30, dtype=torch.uint8)
 
 
-ACTIONS = {
-    function.__name__: function
-    for function in (
-        *(longer, ragged, other_tokens, fail, fail_later, clean_up_slowly, fill_memory),
-    )
-}
+ACTIONS = {function.__name__: function for function in (ragged, other_tokens, fill_memory)}

@@ -47,22 +47,15 @@ def workers_of(launcher):
     return {pid for pid, parent in live_processes().items() if parent == launcher}
 
 
-@pytest.mark.parametrize(
-    ("at", "words"),
-    [
-        ("forward", "in forward of micro-batch 0 on stage 0"),
-        ("save", "in save"),
-    ],
-)
-def test_a10_a_rank_that_sleeps_for_ever_is_named(job, at, words):
-    done = job.fork(f"a10_{at}", *LIMIT, chaos=f"at={at},rank=0,step=2,do=hang")
+def test_a10_a_rank_that_sleeps_for_ever_is_named(job):
+    done = job.fork("a10", *LIMIT, chaos="at=forward,rank=0,step=3,do=hang")
     assert done.code == 8 and done.seconds < SECONDS
     (line,) = done.err.strip().splitlines()
-    assert re.match(rf"error\[hang\] rank=0 stage=0 step=2: no progress for \d s {words} \(", line)
+    place = "step=3: no progress for \\d s in forward of micro-batch 0 on stage 0"
+    assert re.match(rf"error\[hang\] rank=0 stage=0 {place} \(", line)
     assert "--hang-timeout 3" in line
-    if at == "forward":
-        assert_kept(job, "a10_forward", 2)
-        assert "in _hang" in stacks(job, "a10_forward")[0]
+    assert_kept(job, "a10", 2)
+    assert "in _hang" in stacks(job, "a10")[0]
 
 
 def test_a10_a_lone_process_is_looked_after_too(job):
@@ -80,21 +73,17 @@ def test_a10_the_start_has_no_limit(job, monkeypatch):
     assert (done.code, done.err) == (0, "")
 
 
-# long enough that the watchdog of the rank has looked before it cannot any more
-LOOKED = "at=step,rank=1,step=2,do=sleep,value=2"
-
-
-@pytest.mark.parametrize("do", ["sigstop", "hold_gil"])
-def test_a11_a12_a_rank_that_is_stopped_or_holds_the_lock_is_killed(job, do):
+def test_a12_a_rank_that_holds_the_lock_is_killed(job):
     """The one that waits for it reports what it waits for."""
-    done = job.fork(do, *LIMIT, chaos=f"{LOOKED};at=forward,rank=1,step=3,do={do}")
+    # long enough that the watchdog of the rank has looked before it cannot any more
+    looked = "at=step,rank=1,step=2,do=sleep,value=2"
+    done = job.fork("a12", *LIMIT, chaos=f"{looked};at=forward,rank=1,step=3,do=hold_gil")
     assert done.code == 8 and done.seconds < SECONDS
     first = done.err.strip().splitlines()[0]
     assert first.startswith("error[hang] rank=0 stage=0 step=3: no progress for ")
     assert "waiting for gradients of micro-batch 0 on stage 0" in first
-    assert_kept(job, do, 2)
-    # C code does not keep a process from writing its stacks, being stopped does
-    assert sorted(stacks(job, do)) == ([0, 1] if do == "hold_gil" else [0])
+    assert_kept(job, "a12", 2)
+    assert sorted(stacks(job, "a12")) == [0, 1], "C code keeps no process from writing them"
 
 
 def test_a11_below_the_launcher_there_are_no_30_s_more(job):
@@ -114,6 +103,7 @@ def test_a11_below_the_launcher_there_are_no_30_s_more(job):
     assert time.monotonic() - began < SECONDS
     assert done.err.startswith("error[hang] rank=0 stage=0 step=3: no progress for ")
     assert_kept(job, "a11_launched", 2)
+    assert sorted(stacks(job, "a11_launched")) == [0]
     assert not workers & live_processes().keys()
 
 

@@ -53,8 +53,6 @@ def assert_kept(job: Job, name: str, steps: int) -> None:
 @pytest.mark.parametrize(
     ("at", "rank"),
     [
-        pytest.param("forward", 1, id="a01_last_stage"),
-        pytest.param("backward", 1, id="a04_backward"),
         pytest.param("loss", 1, id="a05_loss"),
         pytest.param("evaluation", 0, id="a18_evaluation"),
     ],
@@ -80,25 +78,10 @@ def test_a09_an_early_sys_exit_is_an_error(job, name):
     assert_kept(job, name, 2)
 
 
-def test_a14_slow_cleanup_does_not_hide_the_rank(job, name, monkeypatch):
-    monkeypatch.setenv("FAULTS", json.dumps({"1": {"step": 3, "do": "clean_up_slowly"}}))
-    done = job.fork(name, "--sync-save", "--import", PARTS, "--collate-fn", "faulty")
-    assert_reported(done, "error[crash] rank=1 stage=1 step=", "KeyError: 'the cause'")
-
-
 def test_a15_a_fault_before_the_ranks_have_met(job, name):
     done = job.fork(name, "--sync-save", chaos="at=start,rank=1,do=raise")
     assert_reported(done, "error[crash] rank=1: ", "a fault was asked for")
     assert job.checkpoints(name) == []
-
-
-def test_a17_of_two_faults_the_earlier_one_is_told(job, name, monkeypatch):
-    faults = {"1": {"step": 3, "do": "fail"}, "0": {"step": 3, "do": "fail_later"}}
-    monkeypatch.setenv("FIRST", str(job.folder / name / "failures" / "rank-1.log"))
-    monkeypatch.setenv("FAULTS", json.dumps(faults))
-    done = job.fork(name, "--sync-save", "--import", PARTS, "--collate-fn", "faulty")
-    assert_reported(done, "error[crash] rank=1 stage=1", "the first cause")
-    assert told(job, name)["rank"] == 1
 
 
 @pytest.mark.parametrize(("do", "index"), [("ragged", 2), ("other_tokens", 0)])

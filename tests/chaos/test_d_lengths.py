@@ -1,16 +1,14 @@
 """Runs by epochs, and runs that are made longer: bit-identical to those that had this length."""
 
-import json
-
 import pytest
-import torch
 import yaml
 
 from tests.helpers import small_run
-from tests.helpers.small_run import Job, saved_tensors
+from tests.helpers.small_run import Job, assert_same_tensors
 
 RESUME = ("--resume", "auto")
-CONSTANT = ("--lr-scheduler", "constant", "--warmup-steps", 3)
+PLAIN = ("--lr-scheduler", "constant")
+CONSTANT = (*PLAIN, "--warmup-steps", 3)
 
 
 @pytest.fixture(scope="module")
@@ -29,87 +27,71 @@ def no_steps(monkeypatch):
 
 def assert_same_run(job, one, other, step):
     assert job.losses(one) == job.losses(other)
-    made = [job.folder / name / "checkpoints" / f"step-{step:08}" for name in (one, other)]
-    tensors, others = map(saved_tensors, made)
-    assert tensors.keys() == others.keys()
-    assert all(torch.equal(tensors[name], others[name]) for name in tensors)
+    made = (job.folder / name / "checkpoints" / f"step-{step:08}" for name in (one, other))
+    assert_same_tensors(*made)
 
 
 def test_a_constant_rate_goes_on_as_if_it_had_been_longer(job):
-    assert job.fork("whole", *CONSTANT, "--total-steps", 11, ranks=1).code == 0
-    assert job.fork("short", *CONSTANT, "--total-steps", 6, ranks=1).code == 0
-    done = job.fork("short", *CONSTANT, "--total-steps", 11, *RESUME, ranks=1)
-    assert done.code == 0 and "6 of 11 steps are done" in done.out, done.err
-    assert_same_run(job, "short", "whole", 11)
-
-
-def test_more_epochs_on_resume(job):
-    assert job.fork("eight", *CONSTANT, "--total-steps", 8, ranks=1).code == 0
-    done = job.fork("epochs", *CONSTANT, "--num-train-epochs", 1, ranks=1)
-    assert done.code == 0 and "an epoch is 4 steps, 1 epoch = 4 steps" in done.out, done.err
-    done = job.fork("epochs", *CONSTANT, "--num-train-epochs", 2, *RESUME, ranks=1)
-    assert done.code == 0 and "4 of 8 steps are done" in done.out, done.err
-    assert_same_run(job, "epochs", "eight", 8)
+    """Lengthen a run of an epoch by steps, then by epochs again."""
+    job.train("whole", *CONSTANT, "--total-steps", 8, ranks=1)
+    done = job.train("short", *CONSTANT, "--num-train-epochs", 1, ranks=1)
+    assert "an epoch is 4 steps, 1 epoch = 4 steps" in done.out
+    done = job.train("short", *CONSTANT, "--total-steps", 6, *RESUME, ranks=1)
+    assert "4 of 6 steps are done" in done.out
+    done = job.train("short", *CONSTANT, "--num-train-epochs", 2, *RESUME, ranks=1)
+    assert "6 of 8 steps are done" in done.out
+    assert_same_run(job, "short", "whole", 8)
 
 
 def test_a_decay_may_be_put_off_before_it_begins(job):
     wsd = ("--lr-scheduler", "wsd", "--lr-scheduler.decay", 2)
-    assert job.fork("late", *wsd, "--total-steps", 10, ranks=1).code == 0
-    assert job.fork("early", *wsd, "--total-steps", 6, ranks=1).code == 0
-    done = job.fork("early", *wsd, "--total-steps", 10, *RESUME, ranks=1)
-    assert done.code == 4 and "The finished step 6 " in done.err, done.err
-    before = job.folder / "early" / "checkpoints" / "step-00000004"
-    done = job.fork("early", *wsd, "--total-steps", 10, "--resume", before, ranks=1)
-    assert done.code == 0, done.err
-    assert_same_run(job, "early", "late", 10)
+    job.train("late", *wsd, "--total-steps", 6, ranks=1)
+    job.train("early", *wsd, "--total-steps", 4, ranks=1)
+    done = job.fork("early", *wsd, "--total-steps", 6, *RESUME, ranks=1)
+    assert done.code == 4 and "The finished step 4 " in done.err, done.err
+    before = job.folder / "early" / "checkpoints" / "step-00000002"
+    job.train("early", *wsd, "--total-steps", 6, "--resume", before, ranks=1)
+    assert_same_run(job, "early", "late", 6)
 
 
 @pytest.mark.parametrize(
     ("first", "then", "words"),
     [
-        (("--total-steps", 4), ("--total-steps", 6), ["finished step 2 ", "then, 6 now"]),
+        (("--total-steps", 2), ("--total-steps", 6), ["finished step 2 ", "then, 6 now"]),
+        ((*PLAIN, "--total-steps", 2), (*PLAIN, "--total-steps", 1), ["2 are done"]),
         (
-            ("--total-steps", 4, "--lr-scheduler", "linear", "--warmup-steps", 2),
-            ("--total-steps", 6, "--lr-scheduler", "linear", "--warmup-steps", 2),
-            ["finished step 4 ", "--lr-scheduler constant"],
-        ),
-        ((*CONSTANT, "--total-steps", 4), (*CONSTANT, "--total-steps", 3), ["4 are done"]),
-        (
-            ("--total-steps", 4, "--lr-scheduler", "constant", "--warmup-ratio", 0.5),
-            ("--total-steps", 8, "--lr-scheduler", "constant", "--warmup-ratio", 0.5),
-            ["finished step 2 would have had", "warmup-steps: 2 then, 4 now"],
+            ("--total-steps", 2, "--lr-scheduler", "constant", "--warmup-ratio", 0.5),
+            ("--total-steps", 6, "--lr-scheduler", "constant", "--warmup-ratio", 0.5),
+            ["finished step 2 would have had", "warmup-steps: 1 then, 3 now"],
         ),
     ],
 )
 def test_what_would_have_been_another_course_is_refused(job, tmp_path, first, then, words):
     name = f"refused-{tmp_path.name}"
-    assert job.fork(name, *first, ranks=1).code == 0
+    job.train(name, *first, ranks=1)
     done = job.fork(name, *then, *RESUME, ranks=1)
     assert done.code == 4 and [word for word in words if word not in done.err] == [], done.err
     assert "--allow-changes" in done.err and "Traceback" not in done.err
-    assert job.fork(name, *then, *RESUME, "--allow-changes", ranks=1).code == 0
 
 
 def test_saving_and_evaluating_once_an_epoch_and_what_the_folder_says(job):
-    rows = ("--num-train-epochs", 2.4, "--warmup-ratio", 0.25, "--dataset.test_size", 8)
+    rows = ("--num-train-epochs", 1.4, "--warmup-ratio", 0.25, "--dataset.test_size", 8)
     every = ("--save-steps", "epoch", "--eval-steps", "epoch", "--eval-samples", "all")
-    done = job.fork("every", *rows, *every, ranks=1)
-    assert done.code == 0, done.err
-    assert "an epoch is 4 steps, 2.4 epochs = 10 steps, warm-up is 3 of 10 steps" in done.out
-    assert job.checkpoints("every") == ["step-00000004", "step-00000008", "step-00000010"]
+    done = job.train("every", *rows, *every, ranks=1)
+    assert "an epoch is 4 steps, 1.4 epochs = 6 steps, warm-up is 2 of 6 steps" in done.out
+    assert job.checkpoints("every") == ["step-00000004", "step-00000006"]
+    assert [record["step"] for record in job.records("every", "eval")] == [0, 4, 6]
     folder = job.folder / "every"
-    records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    assert [r["step"] for r in records if r["kind"] == "eval"] == [0, 4, 8, 10]
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    asked = {"num-train-epochs": 2.4, "warmup-ratio": 0.25, "save-steps": "epoch"}
-    assert config | asked | {"total-steps": 10, "warmup-steps": 3} == config
-    again = ("--config", folder / "config.yaml")
+    asked = {"num-train-epochs": 1.4, "warmup-ratio": 0.25, "save-steps": "epoch"}
+    assert config | asked | {"total-steps": 6, "warmup-steps": 2} == config
+    again = ("--config", folder / "config.yaml", "--eval-samples", 0)
     # the file says both numbers; what is typed takes the place of either
-    for more, steps in (((), 10), (("--total-steps", 2), 2), (("--num-train-epochs", 1), 4)):
-        done = job.fork(f"again-{steps}", *again, *more, ranks=1)
-        assert done.code == 0 and job.checkpoints(f"again-{steps}")[-1] == f"step-{steps:08}"
+    for more, steps in (((), 6), (("--total-steps", 2), 2), (("--num-train-epochs", 0.7), 3)):
+        job.train(f"again-{steps}", *again, *more, ranks=1)
+        assert job.checkpoints(f"again-{steps}")[-1] == f"step-{steps:08}"
     done = job.fork("other", *again, "--batch-size", 4, "--check-only", ranks=1)
-    assert "2.4 epochs = 20 steps" in done.out and "in place of --total-steps 10" in done.out
+    assert "1.4 epochs = 12 steps" in done.out and "in place of --total-steps 6" in done.out
 
 
 def test_both_typed_are_refused(job):

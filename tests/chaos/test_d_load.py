@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from commands import train as train_pp  # noqa: F401  now: what a test registers goes after it
 from stageline.checkpoint.adapter import attach_adapter
@@ -14,9 +13,7 @@ from stageline.checkpoint.layout import FORMAT_VERSION, MANIFEST, read_manifest,
 from stageline.checkpoint.plain_model import load_plain
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import find_latest, skip_lines
-from stageline.model_folder import load_config
 from stageline.modules.lora import is_lora_name
-from stageline.verify.whole_model import ModelSource, Preparation, load_unsplit
 from tests.helpers.faulty_files import edit, edit_manifest, flip, load, refused, rewrite, spoil
 from tests.helpers.tiny_checkpoints import tiny_whole
 
@@ -104,20 +101,6 @@ def test_d06_a_second_set_of_weights(kind, saved, whole):
         words = (saved / "config.json", "transformers_weights", "other.safetensors")
     refused(lambda: load_plain(saved), *words)
     refused(lambda: load(saved), *words)
-
-
-def test_d06_a_file_beside_the_weights_of_its_folder(whole):
-    """`check` compares with the whole model of the file that was given, and not of its folder."""
-    file = shutil.copy(whole / "model.safetensors", whole / "other.safetensors")
-    rewrite(whole / "other.safetensors", lambda state: state["lm_head.weight"].add_(1))
-    source = ModelSource(str(whole), str(file), None)
-    found = load_unsplit(
-        Preparation(source, load_config(str(whole)), is_library=True),
-        build=lambda **_: load(whole, file, stage=0, num_stages=1),
-        seed=0,
-        trust_remote_code=False,
-    )
-    assert torch.equal(found.lm_head.weight, load_file(file)["lm_head.weight"])
 
 
 def test_d07_an_adapter_of_a_wider_model_is_refused(whole, tmp_path):

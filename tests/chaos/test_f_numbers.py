@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from loss_fn import sft
 from pp_models import CausalLMStage
@@ -15,7 +14,7 @@ from stageline.pipeline.runner import PipelineRunner
 from stageline.training.nonfinite import Skips
 from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_run import Job
+from tests.helpers.small_run import Job, assert_same_tensors, saved_tensors
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_models import tiny_config
 
@@ -25,41 +24,30 @@ PARTS = Path(__file__).with_name("faulty_parts.py")
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """Return a job with an undisturbed run `whole`."""
-    job = Job(tmp_path_factory.mktemp("job"), num_layers=4)
-    assert (
-        job.fork("whole", "--total-steps", 6, "--save-steps", 1, "--lr-scheduler", "cosine").code
-        == 0
-    )
+    job = Job(tmp_path_factory.mktemp("job"))
+    job.train("whole", *SHORT)
     return job
 
 
-def weights(job, name, checkpoint):
-    folder = job.folder / name / "checkpoints" / checkpoint
-    return {
-        key: value
-        for file in folder.glob("*.safetensors")
-        for key, value in load_file(file).items()
-    }
+SHORT = ("--total-steps", 3, "--save-steps", 1)
 
 
-def assert_equal(ours, theirs):
-    assert ours and ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+def checkpoint(job, name, step):
+    return job.folder / name / "checkpoints" / f"step-{step:08d}"
 
 
 def records(job, name):
-    lines = (job.folder / name / "log.jsonl").read_text().splitlines()
-    return {r["step"]: r for r in map(json.loads, lines) if r["kind"] == "train"}
+    return {record["step"]: record for record in job.records(name)}
 
 
 FAULTS = {
     "f01": (
-        "at=loss,rank=1,step=3,count=2,do=value",
-        ["step 4 was skipped", "the loss is nan in micro-batch 1 (rows "],
+        "at=loss,rank=1,step=1,count=2,do=value",
+        ["the loss is nan in micro-batch 1 (rows "],
     ),
     "f02": (
-        "at=gradient,rank=0,step=3,do=value",
-        ["step 4 was skipped", "model.embed_tokens.weight (stage 0, rank 0)", "inf", "1 of 39"],
+        "at=gradient,rank=0,step=1,do=value",
+        ["model.embed_tokens.weight (stage 0, rank 0)", "inf", "1 of 21"],
     ),
 }
 
@@ -67,21 +55,19 @@ FAULTS = {
 @pytest.mark.parametrize("case", FAULTS)
 def test_stops_at_the_first_before_the_update(job, case):
     chaos, words = FAULTS[case]
-    options = ("--bad-steps.max_skipped", 1, "--total-steps", 6, "--save-steps", 1)
-    ended = job.fork(case, *options, chaos=chaos)
+    ended = job.fork(case, *SHORT, "--bad-steps.max_skipped", 1, chaos=chaos)
     assert ended.code == 6 and ended.seconds < 30
-    for word in [*words, "checkpoints are as they were", "--bad-steps.max_skipped"]:
+    words = [*words, "step 2 was skipped", "checkpoints are as they were"]
+    for word in [*words, "--bad-steps.max_skipped"]:
         assert word in ended.err
-    assert job.checkpoints(case) == [f"step-0000000{step}" for step in (1, 2, 3)]
-    for name in job.checkpoints(case):
-        assert_equal(weights(job, case, name), weights(job, "whole", name))
-    record = records(job, case)[4]
+    assert job.checkpoints(case) == ["step-00000001"]
+    assert_same_tensors(checkpoint(job, case, 1), checkpoint(job, "whole", 1))
+    record = records(job, case)[2]
     rows = record["trouble"]["rows"]
     assert record["is_skipped"] and len(set(rows)) == 8
     if case == "f01":
-        assert f"(rows {rows[2]}, {rows[3]})" in record["trouble"]["problem"], (
-            "those of micro-batch 1"
-        )
+        told = f"(rows {', '.join(map(str, rows[4:]))})"
+        assert told in record["trouble"]["problem"], "those of micro-batch 1"
 
 
 def test_f01_on_one_of_two_replicas(job):
@@ -92,13 +78,15 @@ def test_f01_on_one_of_two_replicas(job):
     assert len(set(records(job, "replica")[2]["trouble"]["rows"])) == 16, "rows of both"
 
 
-def test_f03_a_skipped_step_is_counted_and_changes_nothing(job):
+def test_f03_f05_a_skipped_step_is_counted_and_changes_nothing(job):
+    """It is logged whatever the interval, with its nan."""
     faults = [f"at=loss,rank=1,step={step},do=value" for step in (1, 3, 4)]
-    options = ("--total-steps", 6, "--save-steps", 1)
+    options = ("--total-steps", 6, "--save-steps", 1, "--log-steps", 6)
     ended = job.fork("skip", *options, chaos=";".join(faults))
     assert ended.code == 0, ended.err
     told = records(job, "skip")
-    assert [told[step]["is_skipped"] for step in range(1, 7)] == [0, 1, 0, 1, 1, 0]
+    assert {step: told[step]["is_skipped"] for step in told} == {1: 0, 2: 1, 4: 1, 5: 1, 6: 0}
+    assert told[5]["loss"] is None and told[5]["non_finite"]["loss"] == "nan"
     counts = [told[step]["trouble"] for step in (2, 4, 5)]
     assert [(count["skipped_in_a_row"], count["num_skipped"]) for count in counts] == [
         (1, 1),
@@ -106,21 +94,11 @@ def test_f03_a_skipped_step_is_counted_and_changes_nothing(job):
         (2, 3),
     ]
     assert "step 5/6: skipped, no weight changed (2 in a row, 3 in all)" in ended.out
+    assert "the loss is nan" in ended.out
     for before, after in ((1, 2), (3, 4), (4, 5)):
-        old, new = (weights(job, "skip", f"step-0000000{step}") for step in (before, after))
-        assert_equal(old, new)
-    assert not torch.equal(
-        *(weights(job, "skip", f"step-0000000{s}")["model.norm.weight"] for s in (5, 6))
-    )
-
-
-def test_f03_too_many_in_a_row(job):
-    faults = [f"at=gradient,rank=1,step={step},do=value" for step in (1, 3, 4, 5)]
-    options = ("--total-steps", 9, "--save-steps", 2, "--bad-steps.max_skipped", 3)
-    ended = job.fork("row", *options, chaos=";".join(faults))
-    assert ended.code == 6
-    assert "3 steps in a row up to step 6 were skipped" in ended.err
-    assert job.checkpoints("row") == ["step-00000002", "step-00000004"]
+        assert_same_tensors(*(checkpoint(job, "skip", step) for step in (before, after)))
+    moved = [saved_tensors(checkpoint(job, "skip", step)) for step in (5, 6)]
+    assert not torch.equal(*(tensors["/model.norm.weight"] for tensors in moved))
 
 
 def test_f04_a_micro_batch_without_targets_weighs_nothing(job, tmp_path):
@@ -129,10 +107,9 @@ def test_f04_a_micro_batch_without_targets_weighs_nothing(job, tmp_path):
     silent = json.dumps({"id": "7", "question": "?", "answer": "!" * 30})
     for name, lines in (("with", [*rows, silent]), ("without", rows)):
         (tmp_path / name).write_text("\n".join(lines) + "\n")
-        size = ("--batch-size", len(lines), "--micro-batch-size", 1, "--total-steps", 3)
+        size = ("--batch-size", len(lines), "--micro-batch-size", 1, "--total-steps", 2)
         data = ("--dataset-path", tmp_path / name, "--import", PARTS, "--collate-fn", "silent")
-        ended = job.fork(name, *size, *data, "--dataset.test_size", 0)
-        assert ended.code == 0, ended.err
+        job.train(name, *size, *data, "--dataset.test_size", 0)
     ours, theirs = job.losses("with"), job.losses("without")
     assert all(math.isfinite(loss) for loss in ours.values())
     assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=1e-6)
@@ -141,25 +118,16 @@ def test_f04_a_micro_batch_without_targets_weighs_nothing(job, tmp_path):
     assert told[0]["num_samples"] == told[1]["num_samples"] == 7
 
 
-def test_f05_nan_is_not_hidden(job):
-    options = ("--total-steps", 9, "--log-steps", 9)
-    ended = job.fork("log", *options, chaos="at=loss,rank=1,step=4,do=value")
-    told = records(job, "log")
-    assert sorted(told) == [1, 5, 9], "a skipped step is logged whatever the interval"
-    assert told[5]["loss"] is None and told[5]["non_finite"]["loss"] == "nan"
-    assert "step 5/9: skipped" in ended.out and "the loss is nan" in ended.out
-
-
 def test_f06_a_spike(job):
     options = ("--total-steps", 18, "--save-steps", 17)
     options += ("--bad-steps.spike_sigma", 6, "--bad-steps.spike_action", "skip")
-    ended = job.fork("spike", *options, chaos="at=spike,rank=1,step=17,do=value")
+    ended = job.fork("spike", *options, ranks=1, chaos="at=spike,step=17,do=value")
     assert ended.code == 0, ended.err
     told = records(job, "spike")
     assert "is a spike, more than 6 standard deviations" in told[18]["trouble"]["problem"]
     assert [step for step in told if "trouble" in told[step]] == [18]
     assert told[18]["is_skipped"]
-    assert_equal(*(weights(job, "spike", f"step-000000{step}") for step in (17, 18)))
+    assert_same_tensors(*(checkpoint(job, "spike", step) for step in (17, 18)))
 
 
 def test_f06_a_resumed_run_decides_the_same():
@@ -180,7 +148,7 @@ def test_f06_a_resumed_run_decides_the_same():
 
 def test_f08_a_stage_that_learns_nothing_is_named_once(job):
     faults = [f"at=zero_gradient,rank=1,step={step},do=value" for step in (1, 2)]
-    ended = job.fork("zero", "--total-steps", 4, chaos=";".join(faults))
+    ended = job.fork("zero", "--total-steps", 3, chaos=";".join(faults))
     assert ended.code == 0, ended.err
     assert ended.out.count("all gradients of stage 1 are zero") == 1
     assert "all gradients of stage 0" not in ended.out
@@ -204,56 +172,33 @@ def build(rank, num_ranks, **options):
     )
 
 
-def state(step):
-    moments = step.optimizer.state_dict()["state"]
-    tensors = list(step.weights.parameters.values())
-    tensors += [value for entry in moments.values() for value in entry.values()]
-    return [tensor.detach().clone() for tensor in tensors]
-
-
-def skip_one(rank, num_ranks, kind):
+def skip_one(rank, num_ranks):
     """Steps with a good batch, a bad one, a good one; the bad one is the row that starts with 5."""
 
     def loss_fn(logits, batch, *, num_targets):
         loss = sft(logits, batch, num_targets=num_targets)
         if "loss_is_bad" not in batch:
             return loss
-        if kind == "loss":
-            return loss * math.inf
         return loss + (logits.sum() * 0).sqrt()  # its value is 0, its derivative nan
 
     step = build(rank, num_ranks, loss_fn=loss_fn)
     batches = [dict(batch) for batch in tiny_micro_batches("llama")]
     for index, batch in enumerate(batches):
-        rows = len(batch["input_ids"])
-        batch["loss_rows"] = torch.arange(rows) + 10 * index
+        batch["loss_rows"] = torch.arange(len(batch["input_ids"])) + 10 * index
     bad = [dict(batch) for batch in batches]
     bad[1]["loss_is_bad"] = torch.ones(1)
-    results = [step(batches, step=0)]
-    before = state(step)
-    results.append(step(bad, step=1))
-    after = state(step)
-    results.append(step(batches, step=2))
-    return {
-        "unchanged": all(map(torch.equal, before, after)) and len(before) == len(after),
-        "moved": not all(map(torch.equal, after, state(step))),
-        "told": [[r.loss, r.is_skipped, r.problem or "", list(r.rows)] for r in results],
-    }
+    results = [step(batches if index != 1 else bad, step=index) for index in range(3)]
+    return [[r.loss, r.is_skipped, r.problem or "", list(r.rows)] for r in results]
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), [("loss", 1), ("gradient", 2)])
-def test_f02_f03_all_stages_skip_together_and_know_the_micro_batch(kind, num_ranks):
-    results = run_ranks(skip_one, num_ranks, num_ranks, kind)
-    assert all(result == results[0] for result in results)
-    good, bad, again = results[0]["told"]
+def test_f02_all_stages_skip_together_and_know_the_micro_batch():
+    results = run_ranks(skip_one, 2, 2)
+    assert results[0] == results[1]
+    good, bad, again = results[0]
     assert [good[1], bad[1], again[1]] == [False, True, False]
-    assert results[0]["unchanged"] and results[0]["moved"]
     assert "micro-batch 1 (rows 10, 11" in bad[2] and bad[3][0] == 0
-    if kind == "loss":
-        assert math.isinf(bad[0])
-    else:
-        assert math.isfinite(bad[0]), "finite, and skipped all the same"
-        assert f"lm_head.weight (stage {num_ranks - 1}, rank {num_ranks - 1})" in bad[2]
+    assert math.isfinite(bad[0]), "finite, and skipped all the same"
+    assert "lm_head.weight (stage 1, rank 1)" in bad[2]
 
 
 def bad_module(rank, num_ranks, name, place):

@@ -97,15 +97,11 @@ def test_g26_overlong_samples_are_counted(tmp_path):
     report = preflight(rows, **given, bad_rows=bad)
     assert report.bad == [6, 7] and "2 left out" in str(report)
     assert [key.rsplit(":", 1)[1] for key in bad.reasons] == ["7", "8"]
-
-
-def test_g26_with_bad_rows_all_rows_are_looked_at(tmp_path):
-    """Check all rows, without a limit by number or time, where rows may be left out."""
+    # all rows are looked at, without a limit by number or time, where rows may be left out
+    some = {"limit": 5, "seconds": 0}
+    assert preflight(dataset(tmp_path, rows_of(30)), **given, **some).num_checked == 1
     rows = dataset(tmp_path, rows_of(30) + [{"question": "q " * 80, "answer": "a"}])
-    given = options(tiny_tokenizer())
-    del given["pad_token_id"], given["stage"]
-    assert preflight(rows, **given, limit=5, seconds=0).num_checked == 1
-    report = preflight(rows, **given, limit=5, seconds=0, bad_rows=BadRows(1))
+    report = preflight(rows, **given, **some, bad_rows=BadRows(1))
     assert (report.num_checked, report.bad) == (31, [30])
 
 

@@ -1,17 +1,13 @@
 """Bad data (cases G): each is one DataError that names file and place, before it is trained on."""
 
 import json
-import os
 
 import pytest
-from torch.utils.data import Subset
 
 from register import dataset_register, import_shelf
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.rows.read_rows import read_rows
-from stageline.data.rows.readers import data_fingerprint
 from stageline.errors import DataError
-from tests.helpers.tiny_datasets import write_lines
 
 import_shelf("dataset")
 GOOD = b'{"question": "q", "answer": "a"}\n'
@@ -107,35 +103,3 @@ def test_g07_bad_element_of_a_list(text, words, tmp_path):
     file = tmp_path / "rows.json"
     file.write_text(text)
     refused(file, *words)
-
-
-def dataset(folder, rows):
-    file = folder / "rows.jsonl"
-    write_lines(file, rows)
-    return dataset_register["jsonl"](dataset_path=str(file), test_size=0)
-
-
-def touched(file):
-    os.utime(file, ns=(1, 1))
-
-
-def test_g18_fingerprint_of_data(tmp_path):
-    """The fingerprint depends only on the rows: not on their folder, but on each byte."""
-    for name in "abc":
-        (tmp_path / name).mkdir()
-    same = [dataset(tmp_path / name, rows_of(40)) for name in "ab"]
-    touched(tmp_path / "b" / "rows.jsonl")
-    assert data_fingerprint(same[0]) == data_fingerprint(same[1])
-    others = [
-        dataset(tmp_path / "c", rows_of(41)),
-        dataset(tmp_path / "c", rows_of(39) + [{"question": "q39", "answer": "a38"}]),
-        dataset_register["jsonl"](dataset_path=str(tmp_path / "a/rows.jsonl"), test_size=5),
-        dataset_register["jsonl"](
-            dataset_path=str(tmp_path / "a/rows.jsonl"), test_size=5, split="test"
-        ),
-        Subset(same[0], range(39)),
-        Subset(same[0], [1, 0, *range(2, 40)]),
-    ]
-    found = {data_fingerprint(item) for item in [same[0], *others]}
-    assert len(found) == 7 and None not in found
-    assert data_fingerprint([1, 2]) is None, "a part that offers none"

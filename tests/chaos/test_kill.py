@@ -3,12 +3,9 @@
 Some kills for each day; benchmarks/kill_test.py does fifty, by hand or below torchrun.
 """
 
-import os
-import signal
 from collections import Counter
 
 import pytest
-import tqdm
 
 from stageline.distributed import failure
 from tests.helpers.killing import (
@@ -22,12 +19,11 @@ from tests.helpers.killing import (
 from tests.helpers.small_run import Job
 from tests.helpers.warm_start import WarmLauncher, live_processes
 
-TOTAL_STEPS = 30
-KILLS = 6
-ANSWERING_STEPS, ANSWERING_KILLS = 16, 3
+TOTAL_STEPS = 20
+KILLS = 4
 OPTIONS = ("--total-steps", TOTAL_STEPS, "--save-steps", 2, "--keep-last", 3)
 # stages, whether saving waits, data workers: of the restarts in turn
-WAYS = [(2, False, 0), (1, False, 0), (2, True, 0), (2, False, 1), (1, True, 0)]
+WAYS = [(2, False, 0), (1, False, 0), (2, True, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +43,6 @@ def assert_same_run(job: Job, name: str) -> None:
     losses = job.losses(name)
     assert sorted(losses) == list(range(1, TOTAL_STEPS + 1))
     assert losses == job.losses("whole")
-
-
-def test_a_killed_fork_keeps_no_lock_of_progress_bars():
-    """Give each fork its own lock: with tqdm's shared one, later bars would wait for ever."""
-    pid = os.fork()
-    if pid == 0:
-        tqdm.tqdm.get_lock().acquire()
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert tqdm.tqdm.get_lock().acquire(False)
-    tqdm.tqdm.get_lock().release()
 
 
 def test_kills_by_hand_leave_the_same_run(job, monkeypatch):
@@ -104,35 +89,5 @@ def test_kills_below_torchrun_leave_the_same_run(job):
     killer = Killer(2, folder, total_steps=TOTAL_STEPS, seconds_to_start=1.0)
     kill_below_launcher(run, killer, kills=2)
     assert_same_run(job, "torchrun")
-    print(*killer.done, sep="\n")
-
-
-def test_kills_between_answers_and_updates_leave_the_same_run(tmp_path, monkeypatch):
-    """Get the same answers, byte by byte, in a run whose model answers before each step."""
-    monkeypatch.setattr(failure, "SECONDS_FOR_THE_CAUSE", 0.2)
-    job = Job(tmp_path)
-    words = (
-        "--collate-fn grpo --reward length --reward.length.longest 8 --reward.length.margin 8 "
-        "--rollouts.group_size 4 --rollouts.max_completion_length 8 --rollouts.inner_steps 2 "
-        "--rollouts.sampling_temperature 2 "
-    ).split()
-    options = (*OPTIONS, *words, "--total-steps", ANSWERING_STEPS)
-    whole = job.fork("whole", *options)
-    assert whole.code == 0, whole
-    folder = RunFolder(job.folder / "killed")
-
-    def start(count: int):
-        return job.start_forked("killed", *options, "--resume", "auto")
-
-    killer = Killer(3, folder, total_steps=ANSWERING_STEPS, seconds_to_start=1.0)
-    kill_by_hand(start, killer, kills=ANSWERING_KILLS)
-    tensors, expected = (
-        last_tensors(RunFolder(job.folder / run), ANSWERING_STEPS) for run in ("killed", "whole")
-    )
-    assert len(tensors) == 4 and tensors == expected
-    answers, wanted = (
-        (job.folder / run / "samples.jsonl").read_bytes() for run in ("killed", "whole")
-    )
-    assert answers == wanted and answers.count(b"\n") == 2 * ANSWERING_STEPS // 2
-    assert job.losses("killed") == job.losses("whole")
+    assert not (job.folder / "torchrun" / "failure.json").exists(), "the last attempt was good"
     print(*killer.done, sep="\n")

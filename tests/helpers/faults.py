@@ -2,9 +2,8 @@
 
 TEST_FAULTS="at=forward,rank=1,step=3,do=sigkill" lets rank 1 kill itself when it begins a forward
 pass with 3 optimizer steps done. Keys: `at` (a point's name), `do` (see ACTIONS), and optionally
-`rank`, `step`, `count` (the how-manieth time that all else fits; default 1), `restart` (torchrun's
-restart count; default any), `value` (of `exit`, `sleep` and `limit_files`). Several faults are
-divided by ";".
+`rank`, `step`, `count` (the how-manieth time that all else fits; default 1), `value` (of `exit`,
+`sleep` and `limit_files`). Several faults are divided by ";".
 
 Points are the operations that `stageline.progress.doing` notes (forward, backward, data, log, save,
 evaluation, decoding, rewards ...), and those of WRAPS below. Production code knows nothing of them.
@@ -93,18 +92,14 @@ class _Fault:
     do: str
     rank: int | None = None
     step: int | None = None
-    restart: int | None = None
     count: int = 1
     value: int = 137
 
     def fits(self, name: str) -> bool:
-        given = os.environ
-        restart = int(given.get("TORCHELASTIC_RESTART_COUNT", "0"))
         return (
             self.at == name
-            and (self.rank is None or self.rank == int(given.get("RANK", "0")))
+            and (self.rank is None or self.rank == int(os.environ.get("RANK", "0")))
             and (self.step is None or self.step == sys.modules["stageline.progress"].place().step)
-            and (self.restart is None or self.restart == restart)
         )
 
 

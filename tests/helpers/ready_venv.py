@@ -31,13 +31,13 @@ def mark_ready(venv: Path, *, root: Path = ROOT) -> None:
 class NotingVenv:
     """A stand-in for `.venv` whose Python only notes the command lines of a script."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, root: Path = ROOT) -> None:
         self.folder, self._notes = folder / "venv", folder / "notes.jsonl"
         python = self.folder / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.write_text(NOTING.format(python=sys.executable, notes=str(self._notes)))
         python.chmod(0o755)
-        mark_ready(self.folder)
+        mark_ready(self.folder, root=root)
 
     def commands(self) -> list[list[str]]:
         """Return what stood behind `python`, in the order of the calls."""

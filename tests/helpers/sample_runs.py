@@ -25,11 +25,7 @@ SAMPLES = ROOT / "tests" / "samples"
 # name -> folder and dataset, its options, prompt, metric
 SETS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "vsr": ("vsr", {}, "vsr", "vsr"),
-    "spatial_mm": ("spatial_mm", {"test_size": 8}, "vqa", "spatial_mm"),
     "whats_up_a": ("whats_up", {"test_size": 8}, "vqa", "whats_up"),
-    "whats_up_coco": ("whats_up", {"test_size": 4, "subset": "coco_two"}, "vqa", "whats_up"),
-    "rotate_qa": ("rotate_qa", {"test_size": 12}, "vqa", "rotate_qa"),
-    "rotate_caption": ("rotate_caption", {"test_size": 4}, "caption", "exact_match"),
 }
 _SCRIPTED = '''
 """Generates, and then says what is written in a file."""

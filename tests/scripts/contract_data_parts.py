@@ -51,17 +51,13 @@ def other_rows(key, change):
 
 
 other_rows("row_is_none", lambda sample: None)
+other_rows("row_is_a_dict", lambda sample: sample)
 other_rows("row_is_three", lambda sample: (None, sample, 0))
 other_rows("row_is_a_dict_of_two", lambda sample: {"question": "1?", "answer": "!"})
+other_rows("has_no_id", lambda sample: (None, {"question": "0?", "answer": "!"}))
 other_rows("sample_is_a_text", lambda sample: (None, "0? !"))
 other_rows("row_has_paths_for_images", lambda sample: (["0.png"], sample))
 other_rows("row_has_a_tensor", lambda sample: (torch.zeros(3, 24, 24), sample))
-
-
-@dataset_register("row_is_a_dict")
-class RowIsADict(Rows):
-    def __getitem__(self, row):
-        return self.sample(row)
 
 
 @dataset_register("row_is_swapped")
@@ -70,27 +66,10 @@ class RowIsSwapped(Rows):
         return self.sample(row), None
 
 
-@dataset_register("row_has_one_image")
-class RowHasOneImage(Rows):
-    def __getitem__(self, row):
-        from PIL import Image
-
-        return Image.new("RGB", (24, 24)), self.sample(row)
-
-
 @dataset_register("takes_no_path")
 class TakesNoPath(Rows):
     def __init__(self, *, split="train"):
         self.number = 24
-
-
-@dataset_register("has_no_len")
-class HasNoLen:
-    def __init__(self, *, dataset_path=None, split="train"):
-        pass
-
-    def __getitem__(self, row):
-        return None, {"question": f"{row}?", "answer": "!"}
 
 
 @dataset_register("has_no_getitem")
@@ -100,11 +79,6 @@ class HasNoGetitem:
 
     def __len__(self):
         return 24
-
-
-@dataset_register("makes_none")
-def makes_none(*, dataset_path=None, split="train"):
-    Rows(split=split)
 
 
 @dataset_register("long_test_rows")
@@ -135,19 +109,9 @@ def gives_pieces(sample, prompt, *, processor=None, for_generation=False):
     return list(fill(sample, prompt))
 
 
-@prompt_fn_register("takes_one")
-def takes_one(sample):
-    return fill(sample, "[QUESTION] [ANSWER]")
-
-
 @prompt_fn_register("raises_key_error")
 def raises_key_error(sample, prompt, *, processor=None, for_generation=False):
     return fill({**sample, "question": sample["title"]}, prompt)
-
-
-@image_token_register("image_token_str")
-def image_token_str(rendered, images, *, processor):
-    return rendered.text
 
 
 @image_token_register("image_token_one")
@@ -173,13 +137,6 @@ other_batches("collate_float_ids", lambda batch: {**batch, "input_ids": batch["i
 other_batches("collate_short_labels", lambda batch: {**batch, "labels": batch["labels"][:, 1:]})
 
 
-@collate_fn_register("collate_no_labels")
-def collate_no_labels(samples, *, num_stages, **common):
-    batch = collate_sft(samples, num_stages=num_stages, **common)
-    del batch["labels"]
-    return batch
-
-
 @collate_fn_register("collate_fewer_rows")
 def collate_fewer_rows(samples, *, num_stages, **common):
     batch = collate_sft(samples, num_stages=num_stages, **common)
@@ -199,9 +156,3 @@ def collate_no_test_targets(samples, *, num_stages, **common):
 @metric_register("metric_number")
 def metric_number(predictions, samples):
     return 0.5
-
-
-@dataset_register("has_no_id")
-class HasNoId(Rows):
-    def sample(self, row):
-        return {"question": "0?", "answer": "!"}

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pp_models import CausalLMStage, StageModel
+from pp_models import CausalLMStage
 from register import (
     loss_fn_register,
     lr_scheduler_register,
@@ -12,7 +12,6 @@ from register import (
     sim_fn_register,
     train_model_register,
 )
-from stageline.modules.pass_through import PassThrough
 
 # -- losses --------------------------------------------------------------------------------------
 
@@ -29,11 +28,6 @@ def cross_entropy(logits, batch, reduction="sum"):
 @loss_fn_register("loss_of_two")
 def loss_of_two(logits, labels):
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-@loss_fn_register("loss_of_outputs")
-def loss_of_outputs(outputs, labels, num_items_in_batch=None):
-    return functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
 
 
 @loss_fn_register("loss_vector")
@@ -202,27 +196,3 @@ def stage_plain(*, stage, num_stages, **kwargs):
 @train_model_register("stage_alone")
 def stage_alone(*, stage, num_stages, **kwargs):
     return CausalLMStage.build(stage=stage, num_stages=num_stages, **kwargs)[0]
-
-
-class OwnStage(StageModel):
-    def __init__(self, config, **kwargs):
-        super().__init__(config, **kwargs)
-        with torch.device("meta"):
-            self.embed = nn.Embedding(config.vocab_size, 8) if self.is_first else PassThrough()
-            self.blocks = nn.ModuleList(
-                nn.Linear(8, 8) if index in self.layers else PassThrough()
-                for index in range(config.num_hidden_layers)
-            )
-            self.head = nn.Linear(8, config.vocab_size) if self.is_last else PassThrough()
-
-    def parts(self):
-        return {"vit": [], "mlp": [], "llm": ["embed", "blocks"], "lm_head": ["head"]}
-
-    def forward(self, hidden, **batch):
-        hidden = self.embed(hidden) if self.is_first else hidden
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden) if self.is_last else hidden
-
-
-train_model_register["stage_no_example"] = OwnStage.build

@@ -58,16 +58,8 @@ def test_the_kept_weights_compute_the_best_figures_of_the_log(job):
     part.write_text(METRIC)
     options = "--eval-steps 4 --eval-samples all --learning-rate 0.05 --lr-scheduler constant"
     more = ("--dataset-path", folder, "--save-best", "loss", "--save-steps", 4)
-    more += (
-        "--eval-completions",
-        5,
-        "--eval-max-new-tokens",
-        6,
-        "--metric",
-        "ones",
-        "--import",
-        part,
-    )
+    more += ("--eval-completions", 5, "--eval-max-new-tokens", 6)
+    more += ("--metric", "ones", "--import", part)
     done = job.train("run", *options.split(), *more)
     evaluations = job.records("run", "eval")
     assert [line["step"] for line in evaluations] == [0, 4, 8, 12]
@@ -94,26 +86,17 @@ def test_the_kept_weights_compute_the_best_figures_of_the_log(job):
     assert len(samples) == 5 * len(evaluations)
     scores = [line["ones"] for line in evaluations]
     assert scores[0] == 0 < max(scores)
-    for line in evaluations[1:]:
-        out, checkpoint = folder / f"eval-{line['step']}", checkpoints / f"step-{line['step']:08d}"
-        words = "--model generate --builder auto --dataset jsonl --prompt question --prompt-fn fill"
-        words += " --image-token none --metric ones --max-new-tokens 6 --limit 5"
-        paths = (
-            "--model-path",
-            checkpoint,
-            "--dataset-path",
-            folder,
-            "--output-dir",
-            out,
-            "--import",
-            part,
-        )
-        ran = run_entry([ROOT / "evaluate.py", *words.split(), *paths])
-        assert ran.returncode == 0, ran.stderr
-        predictions = map(json.loads, (out / "predictions.jsonl").open())
-        expected = {one["id"]: one["prediction"] for one in predictions}
-        own = [one for one in samples if one["step"] == line["step"]]
-        assert {one["id"]: one["answers"][0]["text"] for one in own} == expected
-        report = json.loads((out / "report.json").read_text())
-        interval = [line["ones_low"], line["ones_high"]]
-        assert (line["ones"], interval) == (report["score"], report["interval_95"])
+    line = evaluations[-1]
+    out, checkpoint = folder / "evaluation", checkpoints / f"step-{line['step']:08d}"
+    words = "--model generate --builder auto --dataset jsonl --prompt question --prompt-fn fill"
+    words += " --image-token none --metric ones --max-new-tokens 6 --limit 5"
+    paths = ("--model-path", checkpoint, "--dataset-path", folder, "--output-dir", out)
+    ran = run_entry([ROOT / "evaluate.py", *words.split(), *paths, "--import", part])
+    assert ran.returncode == 0, ran.stderr
+    predictions = map(json.loads, (out / "predictions.jsonl").open())
+    expected = {one["id"]: one["prediction"] for one in predictions}
+    own = [one for one in samples if one["step"] == line["step"]]
+    assert {one["id"]: one["answers"][0]["text"] for one in own} == expected
+    report = json.loads((out / "report.json").read_text())
+    interval = [line["ones_low"], line["ones_high"]]
+    assert (line["ones"], interval) == (report["score"], report["interval_95"])

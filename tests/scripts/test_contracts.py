@@ -17,7 +17,7 @@ from parse_args import parse_train_args
 from register import import_shelf
 from stageline.errors import UserError
 from tests.helpers.forked_entry import run_entry
-from tests.helpers.small_run import ROOT, ForkedRun, Job
+from tests.helpers.small_run import ROOT, Job
 from tests.helpers.small_vision_run import VisionJob
 
 import_shelf(*SHELF)
@@ -73,22 +73,15 @@ def line_of(name, file):
 
 def test_a_run_ends_with_the_code_of_what_is_wrong(job):
     done = run(job, "--dataset row_is_a_dict")
-    place = f"the dataset RowIsADict (tests/scripts/{DATA.name}:"
+    place = f"OtherRows (tests/scripts/{DATA.name}:"
     came = "gave for row 0 a dict with 'id', 'question', 'answer'"
     assert "return (None, sample)" in assert_refused(done, 3, "error[data]", place, came)
     done = run(job, "--loss-fn loss_mean")
     assert_refused(done, 2, "error[contract]: the loss_fn ", "Half of it was expected")
 
 
-PARTS = [  # options, kind of part, its name, file, what came
+PARTS = [  # options, kind of part, its name, file, what came; more: unit/test_part_contracts.py
     ("--dataset row_is_swapped", "dataset", "RowIsSwapped", DATA, "as its sample"),
-    ("--dataset row_has_one_image", "dataset", "RowHasOneImage", DATA, "as its images"),
-    ("--dataset makes_none", "dataset", "makes_none", DATA, "returned None"),
-    ("--dataset has_no_len", "dataset", "HasNoLen", DATA, "has no __len__"),
-    ("--prompt-fn takes_one", "prompt_fn", "takes_one", DATA, "signature (sample)"),
-    ("--image-token image_token_str", "image_token", "image_token_str", DATA, "a str"),
-    ("--collate-fn collate_no_labels", "collate_fn", "collate_no_labels", DATA, "without labels"),
-    ("--loss-fn loss_of_outputs", "loss_fn", "loss_of_outputs", RUN, "num_items_in_batch"),
     ("--loss-fn loss_vector", "loss_fn", "loss_vector", RUN, "a tensor of shape ["),
 ]
 
@@ -140,32 +133,18 @@ def test_too_long_rows_are_dropped_before_steps_are_made(job):
 
 # -- found when stages are there -------------------------------------------------------------
 
-STAGES = [  # key, stage model, rank, words
-    ("stage_wrong_shape", "WrongShape", 0, "stage 1 expects [((2, 15, 8), torch.float32)]"),
-]
 
-
-@pytest.mark.parametrize(("key", "name", "rank", "came"), STAGES, ids=[one[0] for one in STAGES])
-def test_a_stage_that_breaks_its_contract(job, key, name, rank, came):
-    done = run(job, f"--train-model {key}", ranks=2)
-    place = f"the stage model {name} (tests/scripts/{RUN.name}:{line_of(name, RUN)})"
-    told = assert_refused(done, 2, "error[contract] rank=", place, came, "Contract: ")
-    assert f"rank={rank} stage={rank}" in told
+def test_a_stage_that_breaks_its_contract(job):
+    done = run(job, "--train-model stage_wrong_shape", ranks=2)
+    place = f"the stage model WrongShape (tests/scripts/{RUN.name}:{line_of('WrongShape', RUN)})"
+    came = "stage 1 expects [((2, 15, 8), torch.float32)]"
+    assert_refused(done, 2, "error[contract] rank=0 stage=0", place, came, "Contract: ")
 
 
 def test_a_buffer_that_was_made_under_meta(job):
     done = run(job, "--train-model stage_lost_buffer", ranks=2)
     place = f"LostBuffer (tests/scripts/{RUN.name}:{line_of('LostBuffer', RUN)})"
     assert_refused(done, 2, place, "no value", "table", "reset_parameters()")
-
-
-def test_a_stage_without_get_example_input(job):
-    """That of the base class says another width."""
-    words = job.command("run", "--num-stages", 2, "--import", RUN, "--train-model")[1:]
-    words[words.index("--model-path")] = "--config-path"
-    done = ForkedRun([*words, "stage_no_example"], ranks=2).wait()
-    wanted = ("OwnStage (", "made [((2, ", "8), torch.float32)]", "get_example_input")
-    assert_refused(done, 2, "error[contract] rank=0 stage=0", *wanted)
 
 
 def test_an_optimizer_that_would_train_less(job):
@@ -181,11 +160,7 @@ def test_a_mistake_inside_a_part_stays_a_crash_with_its_traceback(job):
 @pytest.mark.parametrize(
     ("words", "code", "came"),
     [
-        (
-            "--metric metric_number",
-            2,
-            "the metric metric_number (tests/scripts/",
-        ),
+        ("--metric metric_number", 2, "the metric metric_number (tests/scripts/"),
         ("--dataset has_no_id", 3, "gave for row 0 a sample without 'id'"),
     ],
 )

@@ -1,11 +1,8 @@
 """corpus.py: text in, a corpus out; read, merged, thinned out, checked, converted."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy
@@ -18,7 +15,6 @@ from commands import corpus
 from parse_args import parse_corpus_args
 from register import dataset_register, import_shelf
 from stageline.corpus.corpus_files import open_corpus
-from stageline.corpus.pack import PackedRows
 from stageline.errors import DataError, UserError
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.tiny_models import tiny_tokenizer
@@ -77,10 +73,7 @@ def test_the_line_of_the_notes_runs_as_a_program(inside):
     words[words.index("--num-workers") + 1] = "2"
     words = [word.replace("-", "_").replace("__", "--", 1) for word in words]
     assert "--do_split_sentences" in words
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "corpus.py"), *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    done = run_entry([ROOT / "corpus.py", *words])
     assert done.returncode == 0, done.stderr
     assert "4 documents" in done.stdout
     for suffix in (".bin", ".dis", ".tmp"):
@@ -155,21 +148,7 @@ def test_merge_stats_verify(inside, capsys):
         do("verify --read-path-prefix data/both")
 
 
-def test_pack_and_verify(inside, capsys):
-    do("pack --read-path-prefix data/dataset1")
-    rows = PackedRows("data/dataset1")
-    told = f"{len(rows)} rows of 64 tokens, {rows.padding:.2%} padding"
-    assert told in capsys.readouterr().out
-    assert sorted(rows.members(numpy.arange(len(rows)))) == list(range(rows.header.num_segments[0]))
-    do("verify --read-path-prefix data/dataset1")
-    assert "so are its packed rows" in capsys.readouterr().out
-    with pytest.raises(UserError, match="rows of 64 tokens, not of 80"):
-        do("pack --read-path-prefix data/dataset1 --seq-length 80")
-    do("pack --read-path-prefix data/dataset1 --seq-length 80 --overwrite")
-
-
-@pytest.mark.parametrize("rows", ["segments", "packed"])
-def test_what_a_run_has_seen_is_found_and_removed(inside, tmp_path, rows, capsys):
+def test_what_a_run_has_seen_is_found(inside, tmp_path):
     """Use the sampler that a run draws with, after steps of two replicas, then of one."""
     for name, count in (("many", 40), ("more", 30)):
         lines = [f"{'a b ' * (number % 9)}{number}\n" for number in range(count)]
@@ -177,11 +156,8 @@ def test_what_a_run_has_seen_is_found_and_removed(inside, tmp_path, rows, capsys
         do(WRITE.format(f"{name}.txt", name, "auto") + " --overwrite")
     do("merge --merge-path-prefix data/many data/more --merge-path-type 0 1 "
        f"--new-path-prefix {tmp_path}/c")  # fmt: skip
-    held_out = {"test_size": 1} if rows == "segments" else {}
     mixture = {"global_batch_distributed": [1, 1], "drop_mode": "first_ends_drop"}
-    part = dataset_register["corpus"](
-        dataset_path=f"{tmp_path}/c", rows=rows, **held_out, **mixture
-    )
+    part = dataset_register["corpus"](dataset_path=f"{tmp_path}/c", rows="packed", **mixture)
     options = {"seed": 5, "shuffle": True, "dp_rank": 0}
     sampler = part.make_sampler(
         batch_size=1, step_samples=2, dp_degree=2, start_step=0, position=None, **options
@@ -202,8 +178,8 @@ def test_what_a_run_has_seen_is_found_and_removed(inside, tmp_path, rows, capsys
     saved = {"facts": facts, "parameters": {}, "extras": {}, "optimizer": "adamw"}
     (state / "state.json").write_text(json.dumps(saved))
     config = {
-        "dataset": "corpus", "dataset-path": f"{tmp_path}/c", "dataset.rows": rows,
-        **{f"dataset.{name}": value for name, value in held_out.items()}, "drop-mode": "0",
+        "dataset": "corpus", "dataset-path": f"{tmp_path}/c", "dataset.rows": "packed",
+        "drop-mode": "0",
         "global-batch-distributed": [1, 1], "seed": 5, "batch-size": 2, "total-steps": 9,
         "dp-degree": None, "learning-rate": 0.1,
     }  # fmt: skip
@@ -211,18 +187,12 @@ def test_what_a_run_has_seen_is_found_and_removed(inside, tmp_path, rows, capsys
     for path in (run_path, state.parent):
         do(f"find-trained --run-path {path} --save-path {tmp_path}/seen.npy")
         assert numpy.load(tmp_path / "seen.npy").tolist() == segments
-    own = "".join(f" --dataset.{name} {value}" for name, value in held_out.items())
     do(
-        f"find-trained --read-path-prefix {tmp_path}/c --dataset.rows {rows}{own} --seed 5 "
+        f"find-trained --read-path-prefix {tmp_path}/c --dataset.rows packed --seed 5 "
         f"--batch-size 2 --steps 2 --global-batch-distributed 1,1 --save-path {tmp_path}/two.txt"
     )
     two = [int(line) for line in (tmp_path / "two.txt").read_text().splitlines()]
     assert set(two) < set(segments)
-    do(f"remove --read-data-path-prefix {tmp_path}/c --write-data-path-prefix {tmp_path}/rest "
-       f"--remove-idx-path {tmp_path}/seen.npy")  # fmt: skip
-    whole, rest = open_corpus(f"{tmp_path}/c"), open_corpus(f"{tmp_path}/rest")
-    wanted = [whole[index].tolist() for index in range(len(whole)) if index not in segments]
-    assert [rest[i].tolist() for i in range(len(rest))] == wanted
 
 
 def flat(sampler):
@@ -231,20 +201,7 @@ def flat(sampler):
 
 def seen_segments(part, rows):
     places = [part.place_of(row) for row in rows]
-    return places if part.packed is None else [n for at in places for n in part.packed[at].tolist()]
-
-
-def test_convert_there_and_back(inside, capsys):
-    do("convert --read-path-prefix data/b --new-path-prefix data/megatron")
-    with pytest.raises(UserError, match="--tokenizer-path is missing"):
-        do("convert --read-path-prefix data/megatron --new-path-prefix data/back")
-    do("convert --read-path-prefix data/megatron --new-path-prefix data/back --tokenizer-path T")
-    rows = [[open_corpus(f"data/{name}")[i].tolist() for i in range(3)]
-            for name in ("b", "megatron", "back")]  # fmt: skip
-    assert rows[0] == rows[1] == rows[2]
-    do("stats --read-path-prefix data/megatron")
-    do("read --read-path-prefix data/megatron --limit 1 --tokenizer-path T")
-    assert "第一句" in capsys.readouterr().out
+    return [n for at in places for n in part.packed[at].tolist()]
 
 
 MY_PARTS = """

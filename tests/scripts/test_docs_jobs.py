@@ -13,6 +13,7 @@ import runpy
 import shlex
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,13 @@ from safetensors.torch import load_file
 from sklearn import datasets
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from commands import train_parts
 from commands.command_line import COMMANDS
 from options.command_line import read_options
 from stageline.data.text.processor import save_processor
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.ports import free_port
-from tests.helpers.ready_venv import mark_ready
+from tests.helpers.ready_venv import NotingVenv
 from tests.helpers.tiny_corpora import documents, tiny_corpus
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 from tests.unit.test_docs_commands import PAGES, commands_of
@@ -271,37 +273,26 @@ def visual(folder):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_digits():
-    """Make the handwritten digits few: to check 1,437 images took most of a run."""
-    digits, load = datasets.load_digits(), datasets.load_digits
+def light_runs():
+    """Make the handwritten digits few, and leave out the planner before training (plan has it)."""
+    digits = datasets.load_digits()
     for name in ("data", "images", "target"):
         digits[name] = digits[name][:460]
-    datasets.load_digits = lambda *_, **__: digits
-    yield
-    datasets.load_digits = load
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets, "load_digits", lambda *_, **__: digits)
+        patch.setattr(train_parts, "place_together", lambda *_, **__: None)
+        yield
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    """Make an environment whose Python writes its words to $CALLS, a line for each call."""
-    venv = tmp_path_factory.mktemp("venv")
-    (venv / "bin").mkdir()
-    file = venv / "bin/python"
-    file.write_text('#!/bin/bash\nprintf "%q " "$@" >>"$CALLS"\necho >>"$CALLS"\n')
-    file.chmod(0o755)
-    return venv
-
-
-def calls(words, world, python):
+def calls(words, world):
     """Return the words of each Python that a script starts, as run by a script of bash."""
-    mark_ready(python, root=world)
-    log = world / "calls"
-    log.unlink(missing_ok=True)
-    environment = {**os.environ, "STAGELINE_VENV": str(python), "CALLS": str(log)}
-    if "evaluate.sh" in words[1]:
-        environment["MODEL_PATH"] = "runs/digits-example/checkpoints/best"
-    subprocess.run(words, cwd=world, env=environment, check=True, capture_output=True)
-    return [shlex.split(line) for line in log.read_text().splitlines()]
+    with tempfile.TemporaryDirectory() as folder:
+        venv = NotingVenv(Path(folder), root=world)
+        environment = {**os.environ, "STAGELINE_VENV": str(venv.folder)}
+        if "evaluate.sh" in words[1]:
+            environment["MODEL_PATH"] = "runs/digits-example/checkpoints/best"
+        subprocess.run(words, cwd=world, env=environment, check=True, capture_output=True)
+        return venv.commands()
 
 
 def verb_and_words(words):
@@ -311,10 +302,10 @@ def verb_and_words(words):
     return doors.get(Path(words[0]).name, ""), words[1:]
 
 
-def program(words, world, python):
+def program(words, world):
     """Return the entries to run for a command: lists of words behind `python`."""
     if words[0] == "bash":
-        found = [verb_and_words(call) for call in calls(words, world, python)]
+        found = [verb_and_words(call) for call in calls(words, world)]
         started = [(verb, rest) for verb, rest in found if verb]
         assert started, f"{words} starts nothing"
     elif words[0] == "stageline":
@@ -348,11 +339,11 @@ OUTPUTS = ("--output-dir", "--output-path")
 _done = set()
 
 
-def run(command, world, python):
+def run(command, world):
     words = [one for one in shlex.split(command) if not re.fullmatch(r"[A-Z0-9_]+=.*", one)]
     if words[:2] == ["python", "tools/tiny_model.py"]:
         shutil.rmtree(world / words[3], ignore_errors=True)
-    for one in program(words, world, python):
+    for one in program(words, world):
         key = re.sub(r"--(output-dir|port) \S+", "", shlex.join(map(str, one)))
         if key in _done:
             continue
@@ -369,7 +360,7 @@ def run(command, world, python):
 
 
 @pytest.mark.parametrize("page", list(dict.fromkeys(ALL.values())))
-def test_the_commands_of_a_page_run(page, world, python):
+def test_the_commands_of_a_page_run(page, world):
     failed = []
     for name, source in SAME.items():
         if (world / source).exists() and not (world / name).exists():
@@ -378,7 +369,7 @@ def test_the_commands_of_a_page_run(page, world, python):
     shutil.copy(world / f"{kind}_rows.jsonl", world / "rows.jsonl")
     for command in [one for one, first in ALL.items() if first == page and not reason(one)]:
         try:
-            run(command, world, python)
+            run(command, world)
         except AssertionError as error:
             failed.append(str(error))
     assert not failed, "\n\n".join(failed)

@@ -1,7 +1,6 @@
 """The worked example of docs/add_a_part.md: its file and its commands, from another folder."""
 
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -9,7 +8,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import LlamaConfig
 
 from prompt_fn import fill, none
@@ -49,14 +47,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.fixture
-def parts(folder):
-    spec = importlib.util.spec_from_file_location("parts_of_the_guide", folder / "my_parts.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def run(command, folder):
     words = shlex.split(command.replace("\\\n", " "))
     assert words[0] == "stageline"
@@ -91,22 +81,6 @@ def test_the_commands_of_the_guide_run(folder):
     prompt = "1 + 1 = 2\n1 + 1 = 2\n"  # num_examples 2, and no answer
     assert all(record["prompt"].startswith(prompt) for record in predictions)
     assert all(record["prompt"].rstrip().endswith("=") for record in predictions)
-
-
-def test_the_loss_of_the_guide_equals_a_loop(parts):
-    logits = torch.randn(2, 5, 7, dtype=torch.float64).float()
-    labels = torch.tensor([[-100, -100, 3, 4, -100], [-100, 1, 2, 3, 6]])
-    weights = torch.tensor([3.0, 1.0])
-    batch = {"labels": labels, "loss_weights": weights}
-    wanted = 0.0
-    for row in range(2):
-        for place in range(4):
-            label = int(labels[row, place + 1])
-            if label != -100:
-                log_shares = logits[row, place].log_softmax(dim=0)
-                wanted -= float(weights[row] * log_shares[label])
-    got = parts.row_weighted(logits, batch, num_targets=torch.tensor(9.0))
-    assert float(got) == pytest.approx(wanted / 9, rel=1e-5)
 
 
 def test_both_forms_of_a_collate_part(folder):

@@ -55,18 +55,3 @@ def test_sizes(tmp_path):
     with pytest.raises(ValueError, match="'5 cats' is not a size"):
         words = [f"--model-path={tmp_path}", "--output-path=b", "--max-shard-size=5 cats"]
         parse_export_args(words)
-
-
-def test_code_of_a_model_folder_runs_by_the_flag_alone(tmp_path):
-    tiny_whole("llama", tmp_path / "base")
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
-    config["model_type"] = "mine"
-    config["auto_map"] = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}
-    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
-    canary = tmp_path / "canary"
-    (tmp_path / "base" / "mine.py").write_text(f"open({str(canary)!r}, 'w')")
-    done = run_entry_file("--model-path", tmp_path / "base", "--output-path", tmp_path / "out")
-    assert done.returncode == 2
-    assert "--trust-remote-code" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not canary.exists()

@@ -19,8 +19,7 @@ from tests.helpers.warm_start import live_processes
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = 1  # seconds
 CHOSEN = (
-    "the host,the card,resume,parity: llama,compiled layers,streaming: 1b,"
-    "several cards: schedules,chunked loss,plan of memory,stream sanitizer"
+    "the host,the card,resume,parity: llama,streaming: 1b,several cards: schedules,chunked loss"
 )
 
 

@@ -69,17 +69,7 @@ for words in json.load(sys.stdin):
 
 
 HELP = [f"{command} --help" for command in COMMANDS]
-LISTS = [
-    f"{'corpus.py stats' if one == 'corpus.py' else one} --list"
-    for one in COMMANDS
-    if one != "export.py"
-]
-NEEDED = {  # by the command, before it looks at other options
-    "train_pp.py": TRAIN,
-    "evaluate.py": EVALUATE,
-    "export.py": "export.py --model-path . --output-path new",
-    "-m stageline check": "-m stageline check --train-model llama",
-}
+LISTS = [f"{one} --list" for one in ("train_pp.py", "corpus.py stats", "-m stageline chat")]
 SLIPS = {
     f"{TRAIN} --loss-fn sftt": "'sftt'. Did you mean 'sft'?",
     f"{EVALUATE} --metric exact": "'exact'",
@@ -90,7 +80,9 @@ SLIPS = {
     "-m stageline chat --builder autoo": "'autoo'",
     "-m stageline trian": "is not a command",
     f"{TRAIN} --total-steps many": "--total-steps many has a wrong value",
-    **{f"{NEEDED.get(one, one)} --nonsense 3": "--nonsense" for one in COMMANDS},
+    "export.py --model-path . --output-path new --nonsense 3": "--nonsense",
+    "corpus.py find-trained --nonsense 3": "--nonsense",
+    "-m stageline lm-eval --nonsense 3": "--nonsense",
 }
 LAUNCHERS = [
     f"train_pp.py {TRAIN.partition(' ')[2]} --num-stages 2 --device cpu",

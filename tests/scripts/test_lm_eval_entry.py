@@ -59,12 +59,6 @@ def test_two_stages_give_the_figures_of_lm_evals_own_model(folder, tmp_path, mon
     assert {name: figures(tmp_path)[name] for name in expected} == pytest.approx(expected)
 
 
-def test_samples_without_a_folder_are_refused(folder):
-    done = run(folder, "--tasks", "x", "--lm-eval.log_samples")
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "--lm-eval.log_samples requires --output-path" in done.stderr
-
-
 def test_a_missing_package_is_named_with_its_cure(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setattr(sys, "argv", ["lm-eval", "--model-path", str(folder), "--tasks", "x"])

@@ -4,13 +4,10 @@ import json
 
 import pytest
 import yaml
-from safetensors.torch import load_file
 
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.small_run import Job
-from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_datasets import write_lines
-from tests.helpers.tiny_models import tiny_tokenizer
 
 
 @pytest.fixture
@@ -43,43 +40,6 @@ GRPO = (
     "--collate-fn grpo --loss-fn grpo --reward contains --rollouts.group_size 4 "
     "--rollouts.max_completion_length 16 --max-token-num 64"
 ).split()
-
-
-def test_a_run_that_answers_is_planned_with_its_keys_and_values(job):
-    done = train(job, *GRPO, "--plan", "--partition", "2,2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "not counted" not in done.stdout
-    head = next(line for line in done.stdout.splitlines() if " answering " in line)
-    assert head.split().index("cache") == 5
-    # 8 rows and the 4 of the prompt that joins, 64 columns, one head of 8 numbers, keys and values
-    # in float32, 2 layers a rank: 96 KiB
-    ranks = [line.split() for line in done.stdout.partition(head)[2].splitlines()[2:4]]
-    assert all("96.0 KiB" in " ".join(line) for line in ranks), done.stdout
-    # weights and state leave a little; answering needs the most
-    done = train(job, *GRPO, "--rollouts.prompts_together", "1", "--device-memory", "0.00004")
-    assert done.returncode == 2 and "--rollouts.prompts_together" in done.stderr
-
-
-def test_a_teacher_is_planned_with_what_it_predicts(job):
-    """Frozen weights on both ranks; on the last one, N distributions of all tokens or of 5."""
-    num_tokens = len(tiny_tokenizer())
-    tiny_whole("llama", job.folder / "teacher", vocab_size=num_tokens, num_hidden_layers=6)
-    files = map(load_file, (job.folder / "teacher").glob("*.safetensors"))
-    weights = sum(tensor.numel() * 4 for file in files for tensor in file.values())
-    words = ("--loss-fn", "distill", "--teacher.path", job.folder / "teacher", "--plan")
-    found = []
-    for top_k in (0, 5):
-        done = train(job, *words, "--teacher.top_k", top_k, "--partition", "2,2")
-        assert done.returncode == 0, done.stdout + done.stderr
-        head = next(line for line in done.stdout.splitlines() if " teacher " in line)
-        lines = done.stdout.replace(" KiB", "KiB").partition(head)[2].splitlines()[2:4]
-        cells = [line.split()[head.split().index("teacher")] for line in lines]
-        found.append([float(cell.removesuffix("KiB")) * 1024 for cell in cells])
-    (first, full), (same, last) = found
-    assert first == same
-    num_targets = round((full - last) / (4 * num_tokens - 5 * 12))
-    assert 8 <= num_targets <= 8 * 10, "of the 8 rows of a step"
-    assert first + last - num_targets * 5 * 12 == pytest.approx(weights, abs=200)
 
 
 def test_a_check_tries_the_rewards_and_names_a_row_without_an_answer(job):

@@ -1,19 +1,14 @@
 """Stages whose names do not add up to the whole model are refused before step 1, and on save."""
 
-import importlib.util
 import json
 import re
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
-from commands.export import make_stages
 from pp_models import StageModel
-from register import import_shelf, train_model_register
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
@@ -73,28 +68,12 @@ def refused(folder, done, *words, code=2):
 
 
 PLACES = "GruBlock(config.width) if index in self.layers else PassThrough()"
-EVERY = "for index in range(config.num_hidden_layers)"
 
 
 def test_stages_that_own_the_same_layers_are_refused(folder):
     change(folder, (PLACES, "GruBlock(config.width)"))
     said = refused(folder, train(folder, *START), "blocks.0.norm.weight on stages 0, 1")
     assert "24 names on several stages" in said and "ModuleList" in said
-
-
-def test_layers_that_lost_their_places_are_refused(folder):
-    """layers.2 is called layers.0 on the second stage: trained, half of them would be lost."""
-    change(folder, (PLACES, "GruBlock(config.width)"), (EVERY, "for index in self.layers"))
-    said = refused(folder, train(folder, *START), "12 names on several stages")
-    assert "12 on no stage (blocks.2.norm.weight, " in said and "PassThrough" in said
-
-
-def test_a_forgotten_layer_is_refused(folder):
-    forgets = "GruBlock(config.width) if index in self.layers and (index != 2 or "
-    forgets += "self.num_stages == 1) else PassThrough()"
-    change(folder, (PLACES, forgets))
-    said = refused(folder, train(folder, *START), "6 on no stage (blocks.2.norm.weight, ")
-    assert "on several stages" not in said
 
 
 TIE = (
@@ -116,14 +95,6 @@ def test_a_tie_has_to_be_declared(folder):
     for file in (folder / "run").glob("checkpoints/*2/*.safetensors"):
         saved.update(load_file(file))
     assert len(saved) == 25 and "embed.weight" in saved
-
-
-def test_a_declared_tie_passes_a_check(folder):
-    declared = '    shared_names = frozenset({"embed.weight"})\n\n'
-    change(folder, *TIE, ("    def parts(self)", declared + "    def parts(self)"))
-    words = "--import my_parts.py --train-model gru_lm --config-path my_model --check.steps 1"
-    done = run_entry(["-m", "stageline", "check", *words.split()], cwd=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 FORGETS = """
@@ -149,36 +120,16 @@ def job(tmp_path):
     return Job(tmp_path, num_layers=4)
 
 
-def without_a_layer(words, job, *options):
-    more = ["--import", job.folder / "forgets.py", "--train-model", "forgets", *options]
-    done = ForkedRun([*map(str, [*words, *more])], ranks=2).wait()
+def test_a_library_model_without_a_layer_does_not_answer(job):
+    """Training and all that answers build their stages by one function."""
+    words = "--engine pipeline --model generate --metric exact_match --prompt question --num-stages"
+    words += " 2 --prompt-fn fill --dataset jsonl --image-token none --device cpu"
+    words += f" --import {job.folder / 'forgets.py'} --train-model forgets"
+    paths = ("--model-path", job.model, "--dataset-path", job.rows)
+    words = [ROOT / "evaluate.py", *words.split(), *paths, "--output-dir", job.folder / "out"]
+    done = ForkedRun([*map(str, words)], ranks=2).wait()
     assert done.code == 2 and "Traceback" not in done.err, done.err
     assert "9 on no stage (model.layers.2.self_attn.q_proj.weight, " in done.err
-
-
-def test_a_library_model_without_a_layer_is_not_trained(job):
-    without_a_layer(job.command("out", "--num-stages", 2)[1:], job)
-    assert job.checkpoints("out") == []
-
-
-@pytest.mark.parametrize("entry", ["evaluate", "serve"])
-def test_a_library_model_without_a_layer_does_not_answer(entry, job):
-    words = [ROOT / f"{entry}.py", "--model-path", job.model, "--num-stages", 2, "--device", "cpu"]
-    asked = "--engine pipeline --model generate --metric exact_match --prompt question "
-    asked += f"--prompt-fn fill --dataset jsonl --image-token none --dataset-path {job.rows}"
-    folder = ("--output-dir", job.folder / "out")
-    without_a_layer(words, job, *([*asked.split(), *folder] if entry == "evaluate" else []))
-
-
-def test_a_library_model_without_a_layer_is_not_exported(job, monkeypatch):
-    import_shelf("pp_models")
-    spec = importlib.util.spec_from_file_location("forgets", job.folder / "forgets.py")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))  # export.py has no --import
-    for key in ("llama", "causal_lm"):
-        entry = replace(train_model_register.entry(key), part=train_model_register["forgets"])
-        monkeypatch.setitem(train_model_register.data, key, entry)
-    with pytest.raises(UserError, match="9 on no stage .model.layers.2"):
-        make_stages(job.model)
 
 
 def test_stages_that_do_not_add_up_are_not_saved(tmp_path):
@@ -210,19 +161,3 @@ def test_a_resumed_run_is_refused_before_it_loads(folder):
     assert done.returncode == 2, done.stdout + done.stderr
     assert "blocks.0.norm.weight on stages 0, 1" in done.stderr
     assert sorted((folder / "run" / "checkpoints").iterdir()) == before
-
-
-def test_weights_that_no_stage_reads_are_refused(folder):
-    assert train(folder, *START).returncode == 0
-    shutil.copytree(folder / "run" / "checkpoints" / "step-00000002", folder / "weights")
-    shutil.rmtree(folder / "run")
-    for name in ("manifest.json", "model.safetensors.index.json"):
-        (folder / "weights" / name).unlink()
-    state = {}
-    for file in sorted((folder / "weights").glob("*.safetensors")):
-        state |= load_file(file)
-        file.unlink()
-    state |= {f"blocks.4.{n}": v.clone() for n, v in state.items() if n == "head.bias"}
-    save_file(state, folder / "weights" / "model.safetensors", metadata={"format": "pt"})
-    done = train(folder, "--model-path", "weights", "--train-model", "gru_lm")
-    refused(folder, done, "1 names belong to no stage: blocks.4.head.bias", code=4)

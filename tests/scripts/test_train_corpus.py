@@ -24,7 +24,7 @@ from tests.helpers.small_run import Job, assert_same_tensors
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, LENGTH = 12, 32
+STEPS, LENGTH = 8, 32
 KILL = "at=step,step={},do=sigkill"
 
 
@@ -49,13 +49,13 @@ def make_cutter(model, language):
 def job(tmp_path_factory):
     """Return a small model with random weights, its tokenizer, and the guides as a corpus of it."""
     folder = tmp_path_factory.mktemp("job")
-    job = Job(folder, num_layers=4, make_model=False)
+    job = Job(folder, make_model=False)
     files, texts = guides(folder)
     tokenizer = tiny_tokenizer(texts, vocab_size=600)
     tokenizer.save_pretrained(job.model)
     torch.manual_seed(1)
     size = {"vocab_size": len(tokenizer), "hidden_size": 48, "intermediate_size": 96}
-    config = tiny_config("llama", **size)
+    config = tiny_config("llama", num_hidden_layers=2, **size)
     AutoModelForCausalLM.from_config(config).save_pretrained(job.model)
     parts = [folder / language for language in files]
     for part in parts:
@@ -97,24 +97,25 @@ def test_killed_and_resumed_to_the_same_bits(job, whole, monkeypatch):
     killed = job.fork("killed", *options(job), chaos=KILL.format(6), waits=True)
     assert killed.code != 0
     done = job.train("killed", *options(job), "--resume", "auto", "--num-workers", 1)
-    assert "4 of 12 steps are done" in done.out
+    assert "4 of 8 steps are done" in done.out
     assert job.losses("killed") == job.losses("whole")
     last = f"checkpoints/step-{STEPS:08d}"
     assert_same_tensors(job.folder / "killed" / last, job.folder / "whole" / last)
 
 
 def test_other_replicas_and_accumulation_see_the_same_rows(job, whole):
-    point = job.folder / "whole" / "checkpoints" / "step-00000008"
-    two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 2, "--accumulate-steps", 2)
+    point = job.folder / "whole" / "checkpoints" / "step-00000004"
+    two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 2, "--micro-batch-size", 2)
+    two += ("--accumulate-steps", 2)
     job.train("two", *options(job), *two, "--resume", point, "--eval-samples", 0)
-    expected = {step: loss for step, loss in job.losses("whole").items() if step > 8}
+    expected = {step: loss for step, loss in job.losses("whole").items() if step > 4}
     assert job.losses("two") == pytest.approx(expected, rel=1e-4)
 
 
 def test_packed_rows_train_on_all_stages(job):
     rows = ("--dataset.rows", "packed", "--dataset.test_path", job.folder / "english")
     words = [word for word in options(job) if word not in ("--dataset.test_size", 8)]
-    done = job.train("packed", *words, *rows, "--total-steps", 12, "--eval-samples", 8)
+    done = job.train("packed", *words, *rows, "--total-steps", 6, "--eval-samples", 8)
     assert "packed rows of" in done.out and (job.folder / "both.pack").exists()
     losses = job.losses("packed")
-    assert losses[12] < losses[1] - 0.1
+    assert losses[6] < losses[1] - 0.1

@@ -24,12 +24,6 @@ def job(tmp_path_factory):
     ("file", "more", "keys"),
     [
         ("rows.jsonl", (), {"train-model": "llama", "loss-fn": "sft", "collate-fn": "sft"}),
-        ("kto.jsonl", (), {"train-model": "llama", "loss-fn": "sft", "collate-fn": "sft"}),
-        (
-            "dpo.jsonl",
-            ("--loss-fn", "dpo"),
-            {"train-model": "llama", "loss-fn": "dpo", "collate-fn": "dpo"},
-        ),
         (
             "dpo.jsonl",
             ("--loss-fn", "rm"),

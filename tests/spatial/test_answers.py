@@ -177,7 +177,3 @@ def test_each_rule_of_the_guide_has_rows():
     rules = [int(number) for number in re.findall(r"^(\d+)\. ", text, re.MULTILINE)]
     assert rules == list(range(1, len(rules) + 1))
     assert set(rules) == {rule for rule, *_ in ROWS}
-
-
-def test_no_row_stands_twice():
-    assert len({(kind, text) for _, kind, text, _ in ROWS}) == len(ROWS) >= 80

@@ -76,16 +76,6 @@ def test_bad_rows_are_named_when_the_dataset_is_made(key, change, reason, tmp_pa
     assert len(bad_rows) == 1
 
 
-@pytest.mark.parametrize(
-    ("key", "change", "option", "group"),
-    [("vsr", {"relation": "Next  Door To"}, "other_relations", "next door to")],
-)
-def test_others_can_be_allowed(key, change, option, group, tmp_path):
-    dataset = made(key, tmp_path, change, **{option: "allow"})
-    sample = next(s for _, s in map(dataset.__getitem__, range(9)) if s["id"] == SETS[key][2])
-    assert sample["group"] == group
-
-
 @pytest.mark.parametrize("key", SETS)
 def test_a_picture_that_is_missing_is_told_with_its_sample(key, tmp_path):
     field = {"spatial_mm": "image_name", "whats_up": "image_path"}.get(key, "image")
@@ -95,9 +85,11 @@ def test_a_picture_that_is_missing_is_told_with_its_sample(key, tmp_path):
         dataset[row]
 
 
-def test_relations_are_compared_without_case_and_spaces(tmp_path):
+def test_relations_are_compared_without_case_and_spaces_and_others_can_be_allowed(tmp_path):
     dataset = made("vsr", tmp_path, {"relation": " Left  of "})
     assert dataset[2][1]["relation"] == "left of"
+    dataset = made("vsr", tmp_path, {"relation": "Next  Door To"}, other_relations="allow")
+    assert dataset[2][1]["group"] == "next door to"
 
 
 def test_pictures_of_the_same_row_are_one_cluster(tmp_path):

@@ -37,25 +37,12 @@ def _dataset(key, folder, **options):
 
 
 @pytest.mark.parametrize("key", SETS)
-def test_rows_are_pictures_and_samples(key, tmp_path):
-    check_rows(_maker(key, tmp_path))
-
-
-@pytest.mark.parametrize("key", SETS)
-def test_train_and_test_share_nothing(key, tmp_path):
-    check_splits(_maker(key, tmp_path), by_files=key == "jsonl")
-
-
-@pytest.mark.parametrize("key", SETS)
-def test_the_right_answer_is_right(key, tmp_path):
-    check_right_answers(_maker(key, tmp_path), metric_register[SETS[key][1]])
-
-
-@pytest.mark.parametrize("key", SETS)
-@pytest.mark.parametrize("prompt_fn", ["fill", "chat"])
-def test_every_dataset_makes_a_micro_batch(key, prompt_fn, tmp_path):
-    prompt = prompt_register[SETS[key][2]]
-    check_micro_batch(_maker(key, tmp_path), prompt=prompt, prompt_fn=prompt_fn)
+def test_rows_splits_right_answers_and_a_micro_batch(key, tmp_path):
+    make = _maker(key, tmp_path)
+    check_rows(make)
+    check_splits(make)
+    check_right_answers(make, metric_register[SETS[key][1]])
+    check_micro_batch(make, prompt=prompt_register[SETS[key][2]], prompt_fn="chat")
 
 
 def test_vsr_splits_and_words(tmp_path):

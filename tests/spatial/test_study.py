@@ -139,9 +139,6 @@ def test_what_cannot_be_compared_is_refused():
         Study([*runs[:3], other])
 
 
-# -- words and pictures ------------------------------------------------------------------
-
-
 # -- the script --------------------------------------------------------------------------
 
 # stands for python in the script: notes each command, and leaves what the next one looks for
@@ -158,7 +155,7 @@ if name == "make_scenes_model.py":
     Path(words[0]).mkdir(parents=True)
 elif name != "study_spatial_report.py":
     folder = Path(words[words.index("--output-dir") + 1])
-    (folder / "checkpoints/step-00000003").mkdir(parents=True, exist_ok=True)
+    (folder / "checkpoints/step-00000002").mkdir(parents=True, exist_ok=True)
     (folder / "report.json").touch()
 """
 
@@ -182,16 +179,16 @@ def commands_of(tmp_path, *options, script="study_spatial.sh", **environment):
 
 
 def test_the_commands_of_the_script_run_and_are_reported(tmp_path, monkeypatch):
-    """One seed, three steps: model, both arms, evaluation, report."""
+    """One seed, two steps: model, both arms, evaluation, report."""
     monkeypatch.setattr(small_run, "draws", True)
-    few = ("--total-steps", "3", "--warmup-steps", "1", "--device", "cpu", "--timeline-step", "0")
-    more = ("--dataset.num_train", "40", "--batch-size", "16", "--micro-batch-size", "8")
-    _, commands = commands_of(tmp_path, "--seeds", "0", *few, *more, NUM_TEST="20")
+    few = ("--total-steps", "2", "--warmup-steps", "1", "--device", "cpu", "--timeline-step", "0")
+    more = ("--dataset.num_train", "24", "--batch-size", "8", "--micro-batch-size", "4")
+    _, commands = commands_of(tmp_path, "--seeds", "0", *few, *more, NUM_TEST="10")
     folder = tmp_path / "study"
     shutil.rmtree(folder)  # the stand-in made this folder
     run_all(commands)
     text = (folder / "report.md").read_text()
-    assert "| sft | 0 | 3 |" in text and "| contrastive | 0 | 3 |" in text
+    assert "| sft | 0 | 2 |" in text and "| contrastive | 0 | 2 |" in text
     assert "nothing can be said" in text, "of one seed"
     figures = json.loads((folder / "report.json").read_text())
     tasks = {"direction", "clock", "statement", "picture", "facing"}
