@@ -62,7 +62,7 @@ def test_a_killed_run_of_another_split_learns_the_same(job):
 
 
 def test_replicas_lora_packing_chunks_and_evaluation(job):
-    """Compare with one rank, unpacked, and logits of all tokens at once, to other sums' rounding."""
+    """Compare with one rank and whole logits of unpacked rows, to the rounding of other sums."""
     lora = ("--llm-lora-num", 1, "--parts.lm_head.frozen", *OWN, "--eval-samples", "all")
     train(job, "lora", *lora, "--teacher.top_k", 3, ranks=1)
     replicas = ("--dp-degree", 2, "--num-stages", 1, "--batch-size", 4)
