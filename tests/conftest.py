@@ -68,6 +68,15 @@ def pytest_xdist_setupnodes(config):
             rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, pyc)
 
 
+def pytest_collection_modifyitems(items):
+    """Mark the tests of slow.txt, which scripts/test.sh leaves out without --all."""
+    listed = set(Path(__file__).with_name("slow.txt").read_text().split("\n"))
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if listed & {name, name.partition("[")[0], name.partition("::")[0]}:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish():
     """Exclude the objects of imported packages from garbage collection: a second each time."""
     gc.collect()
