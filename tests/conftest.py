@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import multiprocessing
 import os
+import re
 import sys
 import threading
 import time
@@ -70,10 +71,11 @@ def pytest_xdist_setupnodes(config):
 
 def pytest_collection_modifyitems(items):
     """Mark the tests of slow.txt, which scripts/test.sh leaves out without --all."""
-    listed = set(Path(__file__).with_name("slow.txt").read_text().split("\n"))
+    lines = Path(__file__).with_name("slow.txt").read_text().splitlines()
+    listed = [re.escape(line).replace(r"\*", ".*") for line in lines if line]
+    is_listed = re.compile(rf"tests/({'|'.join(listed)})(::.*|\[.*)?").fullmatch
     for item in items:
-        name = item.nodeid.removeprefix("tests/")
-        if listed & {name, name.partition("[")[0], name.partition("::")[0]}:
+        if is_listed(item.nodeid):
             item.add_marker(pytest.mark.slow)
 
 
