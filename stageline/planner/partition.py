@@ -225,7 +225,7 @@ class Placement:
             if not excess or total > 1.2 * sum(self.capacities or ()):
                 break
             near = list(best)
-            for giver, taker in (rng.sample(range(len(near)), 2) for _ in range(3 * (attempt > 0))):
+            for giver, taker in (rng.sample(range(len(near)), 2) for _ in range(2 * attempt)):
                 if near[giver] > 1:
                     near[giver] -= 1
                     near[taker] += 1
