@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Sets up and runs all checks: style, prose, types, tests. Arguments go to pytest; types are left out then.
+# Sets up and runs the checks: style, prose, types, tests. Arguments go to pytest; types are left out then.
+#   bash scripts/test.sh                  # without the tests of tests/slow.txt
+#   bash scripts/test.sh --all            # with them, for an NPU, and with lesser kernels
+#   bash scripts/test.sh tests/unit -k lora
 #
 # STAGELINE_TEST_WORKERS   processes that run tests, one file at a time each (default: 3)
 STAGELINE_PURPOSES=dev source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
@@ -20,13 +23,19 @@ shared_out() { # long files start first: tests of faults, which mostly wait, and
 # on a real card where torch finds one, else on emulated ones (docs/gpu.md); workers read no -p early
 with_cards() { PYTHONPATH="$ROOT" PYTEST_PLUGINS=tests.helpers.emulated_gpu.plugin "$@"; }
 
+SLOW=(-m "not slow") WIDER=()
+if [ "$*" = --all ]; then
+    SLOW=() WIDER=(run_on_npus run_with_lesser_kernels)
+    shift
+fi
+
 if [ $# -gt 0 ]; then
     case "$*" in *tests/gpu*) with_cards shared_out "$@" ;; *) shared_out "$@" ;; esac
     exit
 fi
 
 check_types() { (cd "$ROOT" && "$PYTHON" -m mypy); }
-run_on_cards() { with_cards run_tests "$ROOT/tests/gpu"; }
+run_on_cards() { with_cards run_tests ${SLOW[@]+"${SLOW[@]}"} "$ROOT/tests/gpu"; }
 # the same code on a kind of device outside torch itself, such as that of torch_npu
 run_on_npus() { EMULATED_KIND=npu with_cards run_tests "$ROOT"/tests/gpu/test_a_{runs,answers}.py; }
 # torch selects kernels for the best instructions of the CPU. Other kernels add up in another order,
@@ -58,7 +67,7 @@ run_other_transformers() {
 # seven seconds for its imports. Their output comes last.
 beside() {
     local check failed=""
-    for check in check_types run_on_cards run_on_npus run_with_lesser_kernels run_other_transformers; do
+    for check in check_types run_on_cards run_other_transformers ${WIDER[@]+"${WIDER[@]}"}; do
         echo "[tests] $check"
         "$check" || failed="$failed $check"
     done
@@ -72,7 +81,7 @@ set +m
 trap 'kill -- "-$BESIDE" 2>/dev/null || true; rm -f "$TOLD"' EXIT
 trap 'exit 130' INT
 code=0
-shared_out "$ROOT/tests" --ignore "$ROOT/tests/gpu" || code=$?
+shared_out ${SLOW[@]+"${SLOW[@]}"} "$ROOT/tests" --ignore "$ROOT/tests/gpu" || code=$?
 wait "$BESIDE" || beside_code=$?
 cat "$TOLD"
 [ "$code" = 0 ] || echo "[tests] failed: shared_out, whose summary is above all that ran beside it"

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import multiprocessing
 import os
+import re
 import sys
 import threading
 import time
@@ -66,6 +67,16 @@ def pytest_xdist_setupnodes(config):
         if rewrite._read_pyc(path, pyc) is None and rewrite.try_makedirs(cache):
             stat, code = rewrite._rewrite_test(path, config)
             rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, pyc)
+
+
+def pytest_collection_modifyitems(items):
+    """Mark the tests of slow.txt, which scripts/test.sh leaves out without --all."""
+    lines = Path(__file__).with_name("slow.txt").read_text().splitlines()
+    listed = [re.escape(line).replace(r"\*", ".*") for line in lines if line]
+    is_listed = re.compile(rf"tests/({'|'.join(listed)})(::.*|\[.*)?").fullmatch
+    for item in items:
+        if is_listed(item.nodeid):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish():

@@ -6,6 +6,7 @@ its own layers only; `improved` moves single layers where it does not.
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -30,6 +31,7 @@ from stageline.planner.estimate import (
 )
 from stageline.planner.simulate import simulate
 
+FIT_ATTEMPTS, FIT_VALUES = 10, 100  # searches for a split that fits, and splits that each asks for
 StageCost = Callable[[int, int, int], float]  # (stage, first layer, last layer + 1)
 
 
@@ -190,13 +192,45 @@ class Placement:
                 return (self.overshoot(expectation.memory), expectation.seconds)
 
             starts = self._chain(self._seconds), self.by_parameters()
-            return improved(min(starts, key=step_value), step_value, most_values=self.most_steps)
+            start = self._fitted(min(starts, key=step_value))
+            return improved(start, step_value, most_values=self.most_steps)
         fitting = self._chain(
             lambda stage, cost: (
                 self._seconds(stage, cost) if self._fullness(stage, cost) <= 1 else math.inf
             )
         )
         return fitting or self._chain(self._fullness)
+
+    def _fitted(self, start: list[int]) -> list[int]:
+        """Return the split, or where it overfills a device one that does so less.
+
+        What empties one device fills another: where single moves end, they begin again from
+        random splits near the best one, unless all devices together have too little memory.
+        """
+
+        def overfill(split: Sequence[int]) -> tuple[int, int, int]:
+            memory = rank_memory(
+                self.costs,
+                split,
+                self.schedule,
+                num_micro_batches=self.num_micro_batches,
+                rules=self.rules,
+            )
+            peaks = [rank.peak for rank in memory]
+            return self.overshoot(memory), max(peaks), sum(peaks)
+
+        rng, best = random.Random(0), start
+        for attempt in range(FIT_ATTEMPTS):
+            excess, _, total = overfill(best)
+            if not excess or total > 1.2 * sum(self.capacities or ()):
+                break
+            near = list(best)
+            for giver, taker in (rng.sample(range(len(near)), 2) for _ in range(2 * attempt)):
+                if near[giver] > 1:
+                    near[giver] -= 1
+                    near[taker] += 1
+            best = min(best, improved(near, overfill, most_values=FIT_VALUES), key=overfill)
+        return best
 
     def _chain(self, value: StageValue) -> list[int]:
         """Return the split whose most expensive stage is cheapest; empty if none is finite."""

@@ -15,7 +15,7 @@ from register import (
 )
 from stageline.data.batches.collate_part import as_collate_part
 from tests.helpers.grpo_runs import ZBV
-from tests.helpers.small_run import Job, saved_tensors
+from tests.helpers.small_run import Job, assert_same_tensors
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import tiny_tokenizer
 
@@ -38,10 +38,6 @@ def train(job, name, *options, **more):
     return job.train(name, *GIVEN, *path, *options, **more)
 
 
-def tensors(job, name):
-    return saved_tensors(job.folder / name / "checkpoints" / "step-00000004")
-
-
 def collated(rows, numbers):
     """Return rows of the job's file as one micro-batch."""
     tokenizer = tiny_tokenizer()
@@ -53,42 +49,29 @@ def collated(rows, numbers):
     )
 
 
-def assert_same(job, name):
-    own, theirs = tensors(job, name), tensors(job, "own")
-    assert own.keys() == theirs.keys()
-    for key, value in theirs.items():
-        torch.testing.assert_close(own[key], value, msg=key, rtol=0, atol=0)
-
-
-def test_another_split_learns_the_same(job):
-    options, ranks = ZBV
-    train(job, "zbv", *OWN, *options, ranks=ranks)
-    assert_same(job, "zbv")
-
-
-def test_a_killed_run_goes_on_to_the_same_weights(job):
-    """On two stages of 1f1b."""
+def test_a_killed_run_of_another_split_learns_the_same(job):
+    """Kill it on zbv; the rest runs on two stages of 1f1b."""
     fault = "at=decoding,rank=0,step=2,do=sigkill"
     path = ("--teacher.path", job.folder / "teacher")
-    killed = job.fork("killed", *GIVEN, *path, *OWN, chaos=fault, waits=True)
+    split, ranks = ZBV
+    killed = job.fork("killed", *GIVEN, *path, *OWN, *split, ranks=ranks, chaos=fault, waits=True)
     assert killed.code != 0 and job.checkpoints("killed") == ["step-00000002"]
     train(job, "killed", *OWN, "--resume", "auto")
-    assert_same(job, "killed")
+    step = "checkpoints/step-00000004"
+    assert_same_tensors(*(job.folder / name / step for name in ("killed", "own")))
 
 
 def test_replicas_lora_packing_chunks_and_evaluation(job):
-    """Compare with one rank and logits of all tokens at once, to the rounding of other sums."""
+    """Compare with one rank and whole logits of unpacked rows, to the rounding of other sums."""
     lora = ("--llm-lora-num", 1, "--parts.lm_head.frozen", *OWN, "--eval-samples", "all")
     train(job, "lora", *lora, "--teacher.top_k", 3, ranks=1)
     replicas = ("--dp-degree", 2, "--num-stages", 1, "--batch-size", 4)
-    more = ("--logits-chunk", 5, "--engine", "torch")
+    more = ("--logits-chunk", 5, "--engine", "torch", "--packing", "--max-token-num", 96)
     train(job, "replicas", *lora, "--teacher.top_k", 3, *replicas, *more)
     ours, theirs = (job.losses(name) for name in ("replicas", "lora"))
     assert ours == pytest.approx(theirs, rel=1e-4)
     [first, last] = job.records("lora", "eval")
     assert last["loss"] < first["loss"]
-    train(job, "packed", *OWN, "--packing", "--max-token-num", 96, ranks=1)
-    assert job.losses("packed") == pytest.approx(job.losses("own"), rel=1e-4)
 
 
 def test_the_loss_is_the_divergence_of_the_two_whole_models(job):

@@ -124,10 +124,8 @@ def test_a_copy_of_adapters_is_as_good_as_none(job):
 TWO_STEPS = ("--rollouts.inner_steps", 1, "--total-steps", 2, "--save-steps", 1)
 ODD = {
     "tied": ("--schedule", "zbv", "--num-stages", 4),
-    "random": ("--num-stages", 2),
-    "rows": ("--vocab.new_tokens", "<yes>,<no>", "--vocab.train_new", "--num-stages", 2),
-    "begun": ("--llm-lora-num", 1, "--parts.lm_head.frozen"),
-    "shares": ("--bf16", *REPLICAS, "--dp-shard"),
+    "random": ("--num-stages", 2, "--vocab.new_tokens", "<yes>,<no>", "--vocab.train_new"),
+    "begun": ("--llm-lora-num", 1, "--parts.lm_head.frozen", "--bf16", *REPLICAS, "--dp-shard"),
 }
 
 

@@ -51,7 +51,7 @@ SPLITS = {
     2: (("1f1b", False), ("interleaved_1f1b", True), ("zbv", True)),
     4: (("1f1b", True), ("interleaved_1f1b", False), ("zbv", True)),
 }
-CASES = [("lora", 1), ("attention", 2), ("jitter", 2), ("embedding", 4), ("lora", 4)]
+CASES = [("lora", 1), ("jitter", 2), ("embedding", 4), ("lora", 4)]
 
 
 # -- the reference -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from stageline.pipeline.schedules import make_schedule
 from tests.helpers.killing import RunFolder, last_tensors
 from tests.helpers.small_run import Job
 
-TOTAL_STEPS = 20
+TOTAL_STEPS = 12
 OPTIONS = ("--total-steps", TOTAL_STEPS, "--save-steps", 2, "--keep-last", 2)
 
 # it fails only after the trial at the start

@@ -46,16 +46,11 @@ def test_turns_and_rewards_are_told(job):
         assert one["rewards"]["environment"] == (len(one["turns"]) + 1) // 2 / 4
 
 
-def test_another_split_takes_the_same_turns(job):
+def test_a_killed_run_of_another_split_takes_the_same_turns(job):
+    """Kill it on zbv; the rest runs on two stages of 1f1b."""
     split, ranks = ZBV
-    trained(job, "zbv", *TURNS, *split, ranks=ranks)
-    assert_same_bytes(job, "zbv", "one")
-
-
-def test_a_killed_run_takes_the_same_turns(job):
-    """On two stages of 1f1b."""
     fault = "at=decoding,rank=0,step=2,do=sigkill"
-    killed = run(job, "killed", *TURNS, chaos=fault, waits=True)
+    killed = run(job, "killed", *TURNS, *split, ranks=ranks, chaos=fault, waits=True)
     assert killed.code != 0 and job.checkpoints("killed") == ["step-00000002"]
     trained(job, "killed", *TURNS, "--resume", "auto")
     assert_same_bytes(job, "killed", "one")

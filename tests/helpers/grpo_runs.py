@@ -75,7 +75,6 @@ TWICE = "--rollouts.inner_steps 2 --rollouts.sampling_temperature 0.7 --loss-fn 
 LORA = ("--llm-lora-num", 1, "--parts.lm_head.frozen", "--rollouts.kl_beta", 0.1)
 # options, ranks
 ZBV = (("--schedule", "zbv", "--num-stages", 4), 2)
-SPLITS = [(("--schedule", "gpipe"), 3), ZBV]
 REPLICAS = ("--dp-degree", 2, "--num-stages", 1, "--batch-size", 8)
 AHEAD = ("--rollouts.ahead", 1, *TWICE[2:], *LORA)
 

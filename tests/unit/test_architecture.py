@@ -302,3 +302,14 @@ def test_no_folder_grows_beyond_its_budget():
     assert over == {}, "lines now, lines allowed"
     slack = {f: size for f, size in sizes.items() if size < BUDGET[f][2] - 100}
     assert all(BUDGET[f][2] <= BUDGET[f][1] for f in slack), f"lower these numbers: {slack}"
+
+
+def test_what_the_short_run_leaves_out_exists():
+    lines = (ROOT / "tests/slow.txt").read_text(encoding="utf-8").splitlines()
+    listed = [line for line in lines if line and not line.startswith("#")]
+    assert len(set(listed)) == len(listed)
+    for name in listed:
+        file, _, test = name.partition("[")[0].partition("::")
+        assert not test or f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), (
+            name
+        )

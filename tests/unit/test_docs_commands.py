@@ -174,7 +174,7 @@ def check_bash(file, words, known, folder):
         assert set(words) <= set(project["optional-dependencies"])
     elif name == "test.sh":
         for word in words:
-            assert word in ("-k",) or "/" not in word or there(word), word
+            assert word in ("-k", "--all") or "/" not in word or there(word), word
     elif name in RECIPES:
         allowed = known | own_options(file)
         check_options(words, allowed)

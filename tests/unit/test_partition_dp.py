@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -144,6 +145,24 @@ def test_several_stages_a_rank_fit_first_and_are_quick_second():
         best = min(value(split) for split in splits if distance(split, found) <= 2)
         assert value(found) == best and best[0] == min(map(value, splits))[0]
         assert room != fullest - 1 or value(quickest) > best
+
+
+@pytest.mark.parametrize(("num_layers", "stages_per_rank"), [(10, 2), (9, 3)])
+def test_several_stages_a_rank_fit_where_some_split_does(num_layers, stages_per_rank):
+    """Two devices are 2 % larger than the split with the smallest peak needs; ends may be heavy."""
+    made = make_schedule("interleaved_1f1b", num_ranks=2, stages_per_rank=stages_per_rank)
+    for seed in range(12):
+        rng = random.Random(seed)
+        costs = random_costs(rng, num_layers, saved=10, weights=100)
+        extra = Cost(weights=rng.choice([0, 300, 600]))
+        costs = replace(costs, first=costs.first + extra, last=costs.last + extra)
+        placement = Placement(costs, made, 6, MemoryRules(optimizer_bytes=0), most_steps=8)
+        peaks = [
+            max(rank.peak for rank in placement.expect(split).memory)
+            for split in every_split(num_layers, made.num_stages)
+        ]
+        tight = replace(placement, capacities=(int(1.02 * min(peaks)),) * 2)
+        assert tight.overshoot(tight.expect(tight.by_seconds()).memory) == 0, seed
 
 
 def test_single_moves_lead_to_the_lowest_place_of_a_valley():
