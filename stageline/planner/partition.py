@@ -80,7 +80,7 @@ def _best_chain(
 
 
 def improved(
-    split: Sequence[int], value: Callable[[Sequence[int]], tuple[float, float]], *, most_values: int
+    split: Sequence[int], value: Callable[[Sequence[int]], tuple[float, ...]], *, most_values: int
 ) -> list[int]:
     """Move single layers between any two stages as long as that makes the value smaller.
 
@@ -162,9 +162,19 @@ class Placement:
             flow=flow_of(stages),
             hand_over=costs.hand_over,
         )
-        memory = rank_memory(costs, partition, schedule, num_micro_batches=count, rules=self.rules)
+        memory = self.memory(partition)
         return Expectation(
             list(partition), schedule, count, stages, step.seconds, step.bubble, memory
+        )
+
+    def memory(self, partition: Sequence[int]) -> list[RankMemory]:
+        """Return the memory of each rank with this partition."""
+        return rank_memory(
+            self.costs,
+            partition,
+            self.schedule,
+            num_micro_batches=self.num_micro_batches,
+            rules=self.rules,
         )
 
     def overshoot(self, memory: Sequence[RankMemory]) -> int:
@@ -209,13 +219,7 @@ class Placement:
         """
 
         def overfill(split: Sequence[int]) -> tuple[int, int, int]:
-            memory = rank_memory(
-                self.costs,
-                split,
-                self.schedule,
-                num_micro_batches=self.num_micro_batches,
-                rules=self.rules,
-            )
+            memory = self.memory(split)
             peaks = [rank.peak for rank in memory]
             return self.overshoot(memory), max(peaks), sum(peaks)
 
