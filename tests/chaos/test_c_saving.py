@@ -91,7 +91,7 @@ def test_c01_stopped_at_each_file_operation(tmp_path):
 
 def test_c02_runs_stopped_at_file_operations(job, undisturbed):
     """Some of the operations of a rank of a whole run, which is resumed each time."""
-    for ranks, rank, count in ((1, 0, 20), (2, 1, 18)):
+    for ranks, rank, count in ((1, 0, 20), (2, 1, 3)):
         name = f"sweep-{rank}"
         fault = f"at=file,rank={rank},count={count},do=exit"
         assert job.fork(name, *SHORT, ranks=ranks, chaos=fault, waits=True).code != 0

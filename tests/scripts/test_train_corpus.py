@@ -49,7 +49,7 @@ def make_cutter(model, language):
 def job(tmp_path_factory):
     """Return a small model with random weights, its tokenizer, and the guides as a corpus of it."""
     folder = tmp_path_factory.mktemp("job")
-    job = Job(folder, make_model=False)
+    job = Job(folder, num_layers=4, make_model=False)  # micro-batches of two rows
     files, texts = guides(folder)
     tokenizer = tiny_tokenizer(texts, vocab_size=600)
     tokenizer.save_pretrained(job.model)
@@ -105,8 +105,7 @@ def test_killed_and_resumed_to_the_same_bits(job, whole, monkeypatch):
 
 def test_other_replicas_and_accumulation_see_the_same_rows(job, whole):
     point = job.folder / "whole" / "checkpoints" / "step-00000004"
-    two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 2, "--micro-batch-size", 2)
-    two += ("--accumulate-steps", 2)
+    two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 2, "--accumulate-steps", 2)
     job.train("two", *options(job), *two, "--resume", point, "--eval-samples", 0)
     expected = {step: loss for step, loss in job.losses("whole").items() if step > 4}
     assert job.losses("two") == pytest.approx(expected, rel=1e-4)
