@@ -151,20 +151,27 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--every", type=int, default=30)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--teacher", type=Path, default=ROOT / "runs/distill-sweep/teacher.pt")
+    parser.add_argument("--teacher-steps", type=int, default=300)
     given = parser.parse_args()
     torch.set_num_threads(1)
     import_shelf("prompt", "prompt_fn", "dataset")
     data = {split: collated(split) for split in ("train", "test")}
     if not given.teacher.exists():
         teacher, all_rows = make_model(4, 0), torch.arange(NUM_TRAIN)
-        sizes = {"steps": 300, "rate": 2e-3, "seed": 0, "batch_size": 64, "every": 100}
-        print("teacher", train(teacher, data, all_rows, **sizes), flush=True)
+        sizes = {"steps": given.teacher_steps, "rate": 2e-3, "seed": 0, "batch_size": 64}
+        found = train(teacher, data, all_rows, **sizes, every=given.teacher_steps)
+        print("teacher", found, flush=True)
         with torch.no_grad():
             found = [logits_of(teacher, data["train"], one)[0] for one in all_rows.split(128)]
         given.teacher.parent.mkdir(parents=True, exist_ok=True)
         torch.save(torch.cat(found).view(NUM_TRAIN, 2, -1), given.teacher)
     teacher_logits = torch.load(given.teacher, weights_only=True)
+    labels = data["train"]["labels"]
+    labels_N2 = labels[labels != -100].view(NUM_TRAIN, 2)
+    right_N2 = teacher_logits.softmax(-1).gather(-1, labels_N2[..., None])[..., 0]
+    print(f"teacher: mean probability of the right digit {right_N2[:, 0].mean():.3f}", flush=True)
     for count in given.rows:
         rows = torch.randperm(NUM_TRAIN, generator=torch.Generator().manual_seed(1))[:count]
         for rate in given.rates:
@@ -178,14 +185,17 @@ def main() -> None:
                         steps=given.steps,
                         rate=rate,
                         seed=seed,
-                        batch_size=32,
+                        batch_size=given.batch_size,
                         every=given.every,
                         arm=ARMS[name],
                         teacher=teacher_logits,
                     )
                     cells = " | ".join(f"{value:.3f}" for value in curve.values())
                     spent = time.process_time() - began
-                    print(f"| {count} | {rate:g} | {seed} | {name} | {cells} | {spent:.0f} s |")
+                    print(
+                        f"| {count} | {rate:g} | {seed} | {name} | {cells} | {spent:.0f} s |",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

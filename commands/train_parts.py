@@ -160,12 +160,15 @@ def make_loss(config: TrainArguments, model: Stage) -> LossPart:
     loss, facts = bind_loss(config), config.parts["loss_fn"].facts
     if not model.is_last:
         return loss
-    chunk = getattr(model, "logits_chunk", 0)
-    if not chunk and config.run.logits_chunk and "logits_chunk" in given_options(config.run):
+    chunk, is_given = getattr(model, "logits_chunk", 0), "logits_chunk" in given_options(config.run)
+    if not chunk and config.run.logits_chunk and is_given:
         raise UserError(
             f"the head of {type(model).__name__} can't run over a few tokens. Drop `logits_chunk`."
         )
     if chunk and (facts.reads_by_token or facts.is_token_sum):
+        if not is_given:  # 32 MiB of float32: with a small vocabulary the head runs once
+            size = model.config.get_text_config().vocab_size
+            chunk = vars(model)["logits_chunk"] = max(chunk, 2**23 // size)
         kind = LossByToken if facts.reads_by_token else ChunkedLoss
         return loss.over(kind(loss.loss_fn, whole=model.whole, chunk=chunk))
     if chunk:

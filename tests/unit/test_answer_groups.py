@@ -84,7 +84,8 @@ def test_the_likeliest_answers_are_the_librarys(name, num_stages, request):
     found = draw(model, stages, seeded(model.prompts, 3), orders=orders, temperature=0.0)
     assert tokens(found) == [[answer] * 3 for answer in model.answers]
     read = [order for order in orders if order.kind == "prefill"]
-    assert [len(order.lengths) for order in read] == [1] * len(model.prompts), "read once"
+    wanted = [2, 2, 1] if name == "llama" else [1] * len(model.prompts)
+    assert [len(order.lengths) for order in read] == wanted, "once, those without images by lots"
     assert all(answer.is_cut and not answer.text.isspace() for group in found for answer in group)
 
 

@@ -11,7 +11,13 @@ import torch
 
 from commands.train import SHELF
 from commands.train_data import check_data
-from commands.train_parts import check_parts, make_learning_rate, make_optimizer, stage_builder
+from commands.train_parts import (
+    check_parts,
+    make_learning_rate,
+    make_loss,
+    make_optimizer,
+    stage_builder,
+)
 from options.parts import ChosenPart
 from parse_args import parse_train_args
 from register import (
@@ -118,6 +124,15 @@ def test_shipped_optimizers_schedules_and_similarities_pass(job):
         make_learning_rate(arguments)
     for part in sim_fn_register.values():
         check_sim_fn(part)
+
+
+@pytest.mark.parametrize(("words", "chunk"), [([], 2**23), (["--logits-chunk", 255], 255)])
+def test_chunks_of_a_small_vocabulary_are_longer_unless_their_length_is_given(job, words, chunk):
+    arguments, _ = shipped(job, *words)
+    model = stage_builder(arguments).build(1)
+    size = model.whole.get_output_embeddings().weight.shape[0] if not words else 1
+    make_loss(arguments, model)
+    assert model.logits_chunk == chunk // size
 
 
 # -- other ways, in this process -------------------------------------------------------------

@@ -22,6 +22,7 @@ from stageline.inference.decoding.request import (
     Prompt,
     Sampling,
     error_of,
+    is_alone,
     length_of,
     together,
 )
@@ -86,7 +87,7 @@ class _Lot:
     """Prompts that are answered together: one group of the stages.
 
     Attributes:
-        unread: prompts that have not come back from their first pass.
+        unread: first passes that have not come back.
         rows: that are unfinished, in the order in which the stages have them.
         left: (group, row) of rows that have ended and not been told of.
     """
@@ -186,32 +187,42 @@ class _Drawing:
         return self.num_told < self._num_lots and self.num_told not in self.lots
 
     def begin(self, prompts: Sequence[PromptToAnswer]) -> None:
-        """Queue the first passes of a lot: each prompt is read once, in a pass of its own."""
+        """Queue the first passes of a lot: each prompt is read once, short ones together."""
         groups, longest = self.groups, max(length_of(prompt.inputs) for prompt in prompts)
         # the last token of an answer is kept nowhere
         columns = longest + self.sampling.max_new_tokens - 1
         room = sum(len(prompt.seeds) for prompt in prompts), columns
-        lot = self.lots[self._num_lots] = _Lot(self._num_lots, unread=len(prompts))
+        size = prompts_of_a_pass(longest)
+        if any(is_alone(p.inputs) or len(p.seeds) != len(prompts[0].seeds) for p in prompts):
+            size = 1
+        passes = [prompts[first : first + size] for first in range(0, len(prompts), size)]
+        lot = self.lots[self._num_lots] = _Lot(self._num_lots, unread=len(passes))
         self._num_lots += 1
-        for prompt in prompts:
+        for read in passes:
             rows = []
-            for _ in prompt.seeds:
+            for _ in (seed for prompt in read for seed in prompt.seeds):
                 ends = self.sampling.stop, groups.stop_ids
                 words = AnswerText(groups.tokenizer, *ends, grows=False)
                 row = self._rows[len(self._rows)] = _Row(len(self._rows), SampledAnswer(), words)
                 rows.append(row)
-            self.answers.append([row.answer for row in rows])
+            copies = len(read[0].seeds)
+            answers = [row.answer for row in rows]
+            self.answers += [
+                answers[first : first + copies] for first in range(0, len(rows), copies)
+            ]
             lot.rows += rows
             order = PassOrder(
                 "prefill",
                 group=lot.number,
                 rows=[row.number for row in rows],
-                lengths=[length_of(prompt.inputs)],
-                copies=len(rows),
+                lengths=[length_of(prompt.inputs) for prompt in read],
+                copies=copies,
                 room=list(room),
-                settings=[replace(self.sampling, seed=seed) for seed in prompt.seeds],
+                settings=[
+                    replace(self.sampling, seed=seed) for prompt in read for seed in prompt.seeds
+                ],
             )
-            self._ready.append((order, together([prompt.inputs])))
+            self._ready.append((order, together([prompt.inputs for prompt in read])))
 
     def go_on(self) -> None:
         """Start what is in line, then take the oldest result."""
@@ -251,6 +262,11 @@ class _Drawing:
         else:
             del self.lots[lot.number]
             self._ready.append((PassOrder("tidy", leave=lot.left), {}))
+
+
+def prompts_of_a_pass(length: int) -> int:
+    """Return how many prompts of up to `length` tokens, without images, are read in one pass."""
+    return max(1, 256 // length)  # fewer tokens take a pass hardly less time
 
 
 def check_room(
@@ -309,7 +325,7 @@ class AnswerLoad:
         """Places for the keys and values of a token that buffers have at once, used or not.
 
         Those of rows that are as long as they may be, in lots that are all as far; and while a lot
-        reads, those of the last prompt, before they are in its own.
+        reads, those of the last pass over prompts, before they are in its own.
         """
         num_full, rest = divmod(self.num_prompts, self.lot_size)
         num_rows = min(num_full, self.lots_at_once) * self.lot_size
@@ -318,7 +334,10 @@ class AnswerLoad:
         width = whole_columns(self.columns)
         grown = self.prompt_tokens + max(1, self.prompt_tokens // 4)
         read = whole_columns(min(grown, self.columns))
-        joining = self.copies * whole_columns(self.prompt_tokens) if self.rows > self.copies else 0
+        size, num_read = prompts_of_a_pass(self.prompt_tokens), self.rows // self.copies
+        # prompts that join those of the first pass; those with images are read one by one
+        joined = max(min(1, num_read - 1), min(size, num_read - size))
+        joining = joined * self.copies * whole_columns(self.prompt_tokens)
         beyond = max(0, self.rows * read + joining - self.rows * width)
         return num_rows * self.copies * width + beyond
 
@@ -341,7 +360,8 @@ def answer_cost(stage: Stage, loads: Sequence[AnswerLoad]) -> Cost:
     width = max(load.prompt_tokens for load in loads)
     _ = stage.can_decode  # tried here, not while tensors without values are measured
     with answering([stage]), torch.no_grad():
-        prompt, _ = _pass(stage, _cache(stage, rows=1, columns=0, room=width), width)
+        read = min(max(load.rows // load.copies for load in loads), prompts_of_a_pass(width))
+        prompt, _ = _pass(stage, _cache(stage, rows=read, columns=0, room=width), width)
         steps = _cache(stage, rows=rows, columns=columns - 1, room=columns)
         step, output = _pass(stage, steps, 1)
     num_cells = steps.window.row_capacity * steps.window.column_capacity

@@ -223,7 +223,7 @@ class PassOrder:
         rows: ids of the rows, in the order in which the group has them.
         adapters: number of each row's adapter, 0: none; empty: no row has one.
         lengths: tokens of each row; of a prefill and a score.
-        copies: rows that the only prompt becomes when it is read; 0: one.
+        copies: rows that each prompt becomes when it is read; 0: one.
         room: (rows, columns) that the group has at most, if known.
         piece: (first, end) of the tokens that are read of the only row; empty: all of each row.
         settings: of each new row: how its tokens are chosen.

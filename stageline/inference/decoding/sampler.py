@@ -109,8 +109,15 @@ class SampledRow:
     failure: Exception | None = None
 
     def __post_init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(self.sampling.seed)
+        sampling = self.sampling
+        self._generator = torch.Generator().manual_seed(sampling.seed)
         self._numbers: list[float] = []
+        self.is_sampled = sampling.temperature >= _LEAST_TEMPERATURE
+        self.kind = sampling.logprobs, sampling.tempers_logprobs, sampling.temperature
+        penalties = sampling.presence_penalty, sampling.frequency_penalty
+        self._is_changed = bool(
+            sampling.repetition_penalty != 1 or any(penalties) or sampling.logit_bias
+        )
 
     @property
     def index(self) -> int:
@@ -118,20 +125,9 @@ class SampledRow:
         return len(self.answer_ids)
 
     @property
-    def is_sampled(self) -> bool:
-        return self.sampling.temperature >= _LEAST_TEMPERATURE
-
-    @property
     def is_changed(self) -> bool:
         """Whether its settings change its logits."""
-        sampling = self.sampling
-        return bool(
-            sampling.repetition_penalty != 1
-            or sampling.presence_penalty
-            or sampling.frequency_penalty
-            or sampling.logit_bias
-            or self.index < sampling.min_new_tokens
-        )
+        return self._is_changed or self.index < self.sampling.min_new_tokens
 
     def next_number(self) -> float:
         """Draw what decides the next token, from 0 up to 1; once a token."""
@@ -188,9 +184,7 @@ def choose(logits_BV: Tensor, rows: Sequence[SampledRow]) -> list[Chosen]:
                     f"No token that the grammar allows can be token {rows[place].index} of the "
                     "answer. Change the grammar, or name a stop token."
                 )
-    kinds = {
-        (s.logprobs, s.tempers_logprobs, s.temperature) for s in (row.sampling for row in rows)
-    }
+    kinds = {row.kind for row in rows}
     if len(kinds) == 1 and (kind := kinds.pop())[:2] == (0, True):
         temperature = kind[2] if rows[0].is_sampled else 0.0
         values = _own_logprobs(logits_BV, tokens, temperature)
@@ -238,11 +232,12 @@ def _find_error(row: SampledRow, top: float, size: int) -> Exception | None:
 
 def _choose_others(logits_RV: Tensor, rows: Sequence[SampledRow]) -> list[int]:
     """Return the tokens of rows whose logits are changed or drawn from; -1: none is possible."""
-    scores_RV = logits_RV.to(torch.float32, copy=True)
+    changed = [place for place, row in enumerate(rows) if row.is_changed]
+    is_copied = bool(changed) or any(row.matcher is not None for row in rows)
+    scores_RV = logits_RV.to(torch.float32, copy=is_copied)
     without = _keep_to_grammars(scores_RV, rows)
-    for scores_V, row in zip(scores_RV, rows, strict=True):
-        if row.is_changed:
-            _change(scores_V, row)
+    for place in changed:
+        _change(scores_RV[place], rows[place])
     drawn = [i for i, row in enumerate(rows) if row.is_sampled and i not in without]
     tokens = [_NONE] * len(rows) if len(drawn) == len(rows) else _likeliest(scores_RV)[1]
     for i in without:

@@ -307,7 +307,9 @@ class StageDecoder:
         if order.copies:
             new.cache.repeat(order.copies)
             new.cache.most = (order.room[0], order.room[1]) if order.room else None
-            new.positions, new.kept = new.positions * order.copies, new.kept * order.copies
+            each = [place for place in places for _ in range(order.copies)]
+            new.positions = [new.positions[place] for place in each]
+            new.kept = [new.kept[place] for place in each]
         self._join(order.group, new)
         if self.stage.is_last:
             ids_BT, count = torch.cat(new.read, dim=1), order.copies or 1
