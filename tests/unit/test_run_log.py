@@ -8,12 +8,20 @@ import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stageline.run_records import finite
 from stageline.training.evaluation import EvalResult
 from stageline.training.run_log import RunLog, StepRecord
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request, monkeypatch):
+    """Draw curves, which take a second each, where they are looked at alone."""
+    if "curve" not in request.node.name:
+        monkeypatch.setattr(RunLog, "draw", Mock())
 
 
 def record(step, loss=1.0, **other):
