@@ -30,13 +30,6 @@ def manager():
     return TaskManager(include_path=str(TASKS), include_defaults=False)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "adds_bos"])
-def model_and_tokenizer(request):
-    texts = (TASKS / "commands.jsonl").read_text(encoding="utf-8").splitlines()
-    tokenizer = tiny_tokenizer(texts, adds_bos=request.param)
-    return make_model(len(tokenizer)), tokenizer
-
-
 def make_model(vocab_size):
     return tiny_whole("llama", vocab_size=vocab_size, noise=0.3)
 
@@ -52,9 +45,11 @@ def reference(model, tokenizer, **options):
     return HFLM(model, tokenizer=tokenizer, device="cpu", dtype="float32", **options)
 
 
-@pytest.mark.parametrize("num_fewshot", [0, 2])
-def test_same_figures_and_answers_as_hf(model_and_tokenizer, manager, monkeypatch, num_fewshot):
-    model, tokenizer = model_and_tokenizer
+@pytest.mark.parametrize(("num_fewshot", "adds_bos"), [(0, True), (2, False)])
+def test_same_figures_and_answers_as_hf(manager, monkeypatch, num_fewshot, adds_bos):
+    texts = (TASKS / "commands.jsonl").read_text(encoding="utf-8").splitlines()
+    tokenizer = tiny_tokenizer(texts, adds_bos=adds_bos)
+    model = make_model(len(tokenizer))
     options = {"num_fewshot": num_fewshot}
     if num_fewshot:  # longer than the model: both cut from the left
         options["apply_chat_template"] = True

@@ -34,15 +34,9 @@ _SHARED = {
     **ROUTED,
 }
 GENERIC = {  # no key of their own, served by causal_lm
-    "olmoe": ("OlmoeConfig", {"num_experts": 4}),
-    "qwen2_moe": (
-        "Qwen2MoeConfig",
-        {"num_experts": 4, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12},
-    ),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 8, "sliding_window": 32}),
     "granitemoe": ("GraniteMoeConfig", {"num_local_experts": 4, "logits_scaling": 2.0}),
 }
-FAMILIES = ("mixtral", "qwen3_moe", *GENERIC)
 
 
 def make_config(family, **overrides):
@@ -144,8 +138,10 @@ def check(config, num_stages, *, dtype=torch.float32, drop=(), prepare=None, **o
     return whole, stages
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "num_stages"),
+    [("mixtral", 1), ("mixtral", 4), ("qwen3_moe", 2), ("gpt_oss", 2), ("granitemoe", 4)],
+)
 def test_stages_equal_the_whole(family, num_stages):
     config = make_config(family)
     recorded = getattr(transformers, type(config).__name__.replace("Config", "PreTrainedModel"))
@@ -165,7 +161,7 @@ def test_statistics_are_float32_beside_a_bf16_model():
     assert statistics.shape == (2 * 4 + 1,)
 
 
-@pytest.mark.parametrize("dense", [[0], [3], [1, 2], [0, 1, 3]])
+@pytest.mark.parametrize("dense", [[1, 2], [0, 1, 3]])
 def test_stages_without_experts_hand_the_statistics_on(dense):
     check(make_config("qwen3_moe", mlp_only_layers=dense), 4)
 
@@ -233,28 +229,6 @@ def test_the_loss_of_frozen_routers_reaches_adapters():
     assert len(first) == 4 and all(grad.abs().max() > 0 for grad in first)
 
 
-def test_the_comparison_can_fail(monkeypatch):
-    """Statistics that lose the gradient at a border, and a mean over layers, are other numbers."""
-    add = RouterLoss.add
-
-    def add_detached(self, statistics, *args, **kwargs):
-        return add(self, None if statistics is None else statistics.detach(), *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RouterLoss, "add", add_detached)
-        with pytest.raises(AssertionError, match="embed_tokens"):
-            check(make_config("mixtral"), 2)
-    whole = build_whole(make_config("mixtral"))
-    batch = tiny_micro_batches("mixtral")[0]
-    del batch["labels"]
-    outputs = whole(**batch, output_router_logits=True)
-    library = sys.modules[type(whole).__module__].load_balancing_loss_func
-    each = [library((n,), 4, 2, batch["attention_mask"]) for n in outputs.router_logits]
-    assert abs(torch.stack(each).mean() - outputs.aux_loss) > 1e-3
-    unmasked = library(outputs.router_logits, 4, 2, None)
-    assert abs(unmasked - outputs.aux_loss) > 1e-3
-
-
 # -- whether it is on ----------------------------------------------------------------------
 
 
@@ -284,11 +258,10 @@ def test_the_coefficient_can_be_set():
         assert stage.router_loss.coefficient == wanted
 
 
-@pytest.mark.parametrize("key", ["causal_lm", "mixtral"])
-def test_the_parts_pass_the_options_on(key, tmp_path):
+def test_the_parts_pass_the_options_on(tmp_path):
     make_config("mixtral", output_router_logits=False).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    model, _, _ = train_model_register[key](
+    model, _, _ = train_model_register["causal_lm"](
         config_path=str(tmp_path),
         processor_path=None,
         checkpoint_path=None,

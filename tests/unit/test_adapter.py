@@ -25,8 +25,6 @@ from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class, load_stages, shake, tiny_whole
 from tests.helpers.tiny_models import TYPICAL, VISION_LANGUAGE, tiny_config, tiny_tokenizer
 
-TIED = ("llama", "gpt2", "gemma3_vl")
-
 
 def save_lora(family, tmp_path, *, tied=False, **kwargs):
     """Return a model folder and an adapter that two stages saved on it."""
@@ -51,11 +49,9 @@ def peft_logits(family, tmp_path, folder):
     return logits(model.eval(), family)
 
 
-@pytest.mark.parametrize(
-    ("family", "tied"),
-    [*((family, False) for family in TYPICAL), *((family, True) for family in TIED)],
-)
-def test_peft_computes_the_same(family, tied, tmp_path):
+@pytest.mark.parametrize("family", TYPICAL)
+def test_peft_computes_the_same(family, tmp_path):
+    tied = family in ("gpt2", "gemma2", "gemma3_vl")
     vision = {"vit_lora_num": 1} if family in VISION_LANGUAGE else {}
     stages, folder = save_lora(family, tmp_path, tied=tied, **vision)
     verify(folder)
@@ -97,9 +93,8 @@ def test_an_adapter_brings_the_tokens_that_end_its_answers(tmp_path):
     assert set(stop_ids_of(source.base, source.config, source.processor)) == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "internvl"])
-def test_stacked_adapters_are_one_for_peft_and_two_for_us(family, tmp_path):
-    vision = {"vit_lora_num": 1} if family in VISION_LANGUAGE else {}
+def test_stacked_adapters_are_one_for_peft_and_two_for_us(tmp_path):
+    family, vision = "internvl", {"vit_lora_num": 1}
     _, first = save_lora(family, tmp_path, **vision)
     twice = {"llm_lora_num": 2, "lora_rank": 2, **dict.fromkeys(vision, 2)}
     stages = shake(load_stages(tmp_path / "base", first, **twice), seed=50)
@@ -120,13 +115,6 @@ def test_stacked_adapters_are_one_for_peft_and_two_for_us(family, tmp_path):
     expected = logits(again.whole.eval(), family)
     found = peft_logits(family, tmp_path, folder)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-5)
-
-
-@pytest.mark.parametrize(("count", "words"), [(0, "lora.target of its run"), (3, "lora-num")])
-def test_counts_that_do_not_fit(count, words, tmp_path):
-    _, folder = save_lora("llama", tmp_path)
-    with pytest.raises(UserError, match=words):
-        load_stages(tmp_path / "base", folder, llm_lora_num=count)
 
 
 def test_a_random_base_is_saved_beside_the_adapter(tmp_path):
@@ -162,8 +150,6 @@ def make_with_peft(tmp_path, **config):
         {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {r"layers.1.self_attn.q_proj": 3}},
         {"modules_to_save": ["lm_head"]},
         {"init_lora_weights": "gaussian"},
-        {"init_lora_weights": "orthogonal"},
-        {"init_lora_weights": "mica"},
         {"layers_to_transform": [1], "exclude_modules": ["q_proj"], "fan_in_fan_out": True},
     ],
     ids=str,
@@ -184,21 +170,18 @@ def test_an_adapter_of_peft_is_a_start_for_stages(tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"use_dora": True}, "use_dora"),
-        ({"bias": "all"}, "bias=all"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4"),
-        ({"field_of_a_newer_peft": 3}, "field_of_a_newer_peft=3"),
-    ],
-)
-def test_other_kinds_are_refused(change, message, tmp_path):
+def test_other_kinds_are_refused(tmp_path):
     _, folder = save_lora("llama", tmp_path)
-    config = json.loads((folder / "adapter_config.json").read_text()) | change
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=message):
-        attach_adapter(base_model("llama", tmp_path), folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for name, value in (
+        ("use_dora", True),
+        ("bias", "all"),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("field_of_a_newer_peft", 3),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps({**config, name: value}))
+        with pytest.raises(UserError, match=f"{name}={value}|use_dora"):
+            attach_adapter(base_model("llama", tmp_path), folder)
 
 
 def test_fields_at_their_defaults_are_read(tmp_path, monkeypatch):
@@ -232,8 +215,11 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
         load_stages(tmp_path / "base", folder, llm_lora_num=1)
 
 
-def test_a_missing_base_is_named(tmp_path):
+def test_counts_that_do_not_fit_and_a_missing_base_are_named(tmp_path):
     _, folder = save_lora("llama", tmp_path)
+    for count, words in ((0, "lora.target of its run"), (3, "lora-num")):
+        with pytest.raises(UserError, match=words):
+            load_stages(tmp_path / "base", folder, llm_lora_num=count)
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(UserError, match="belongs to the model '.*base', which is not on this"):
         load_stages(tmp_path / "moved", folder, llm_lora_num=2)
@@ -249,9 +235,17 @@ def test_trained_base_below_a_lora_is_refused(tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
-@pytest.mark.parametrize("ties", [False, True], ids=["apart", "ties"])
-@pytest.mark.parametrize("kept", ["embed_tokens", "lm_head", "embed_tokens,lm_head"])
-@pytest.mark.parametrize("way", ["goes_on", "merged", "below"])
+@pytest.mark.parametrize(
+    ("way", "kept", "ties"),
+    [
+        ("goes_on", "embed_tokens", False),
+        ("goes_on", "embed_tokens,lm_head", True),
+        ("merged", "lm_head", False),
+        ("merged", "embed_tokens", True),
+        ("below", "embed_tokens,lm_head", False),
+        ("below", "lm_head", True),
+    ],
+)
 def test_a_tied_base_whose_embedding_or_head_was_trained_whole(way, kept, ties, tmp_path):
     """peft trains the one, the other, or both apart, unless it is told to keep them tied."""
     tiny_whole("llama", tmp_path / "base", tied=True)

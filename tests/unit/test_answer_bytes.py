@@ -36,7 +36,7 @@ from tests.helpers.tiny_batches import tiny_micro_batches
 CPU = torch.device("cpu")
 COPIES, ANSWER = 3, 40
 # with two lots at once: full ones, and with prompts of several lengths one that is not full
-LENGTHS = {"even": [40] * 8, "mixed": [40, 9, 17, 23, 40, 8]}
+LENGTHS = {"even": [40] * 6, "mixed": [40, 9, 17, 23, 40]}
 
 
 class Watched(StageDecoder):
@@ -96,9 +96,7 @@ def really_drawn(model, stages, load, prompts):
     return decoders, watch.peak
 
 
-@pytest.mark.parametrize(
-    ("family", "lengths"), [("gemma3", "even"), ("mixtral", "mixed"), ("internvl", "mixed")]
-)
+@pytest.mark.parametrize(("family", "lengths"), [("gemma3", "even"), ("mixtral", "mixed")])
 def test_real_answers_take_what_is_stated(model, lengths):
     make = maker(model)
     prompts = decoded_models.text_prompts(LENGTHS[lengths], vocab_size=64)
@@ -113,15 +111,13 @@ def test_real_answers_take_what_is_stated(model, lengths):
         assert window < load.prompt_tokens, "layers with a window keep all columns here"
 
 
-@pytest.mark.parametrize("family", ["gemma3", "internvl"])
+@pytest.mark.parametrize("family", ["internvl"])
 def test_stages_are_the_sum_of_their_items(model):
-    """Compare the planner's costs with what decoders hold, also for prompts with images."""
+    """Compare the planner's costs with what decoders hold, for prompts with images."""
     make = maker(model)
     outline = outline_of(make)
-    prompts = decoded_models.text_prompts([40, 40, 9], vocab_size=64)
+    prompts = (*model.prompts, model.prompts[2])
     batch = tiny_micro_batches(model.family, lengths=(20,))[0]
-    if model.family == "internvl":
-        prompts = (*model.prompts, model.prompts[2])
     load = load_of(prompts, lots_at_once=1)
     workload = Workload(batch, lambda last: functools.partial(sft, num_targets=1), CPU, repeats=1)
     stages = [make(stage=index, num_stages=2, partition=[1, 3], device=CPU) for index in range(2)]

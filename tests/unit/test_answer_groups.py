@@ -76,8 +76,7 @@ def tokens(found):
     return [[tuple(answer.token_ids) for answer in group] for group in found]
 
 
-@pytest.mark.parametrize("name", ["llama", "internvl"])
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(("name", "num_stages"), [("llama", 2), ("internvl", 1)])
 def test_the_likeliest_answers_are_the_librarys(name, num_stages, request):
     model, orders = request.getfixturevalue(name), []
     stages = stages_of(model, num_stages)
@@ -116,7 +115,7 @@ def test_rewards_judge_a_lot_while_the_next_is_drawn(llama):
 
 def test_drawn_answers_are_those_of_the_engine_and_know_their_probabilities(llama):
     """The same seeds through the server's engine, and one forward of the whole model."""
-    prompts, count, heat = seeded(llama.prompts, 4), 4, 1.3
+    prompts, count, heat = seeded(llama.prompts, 3), 3, 1.3
     stop = get_tokenizer(llama.processor)
     stop_ids = (next(token for token in llama.answers[0][1:]),)
     found = draw(llama, stages_of(llama, 2), prompts, stop_ids=stop_ids, temperature=heat)
@@ -138,7 +137,7 @@ def test_drawn_answers_are_those_of_the_engine_and_know_their_probabilities(llam
             every = functional.log_softmax(logits, dim=-1)
             right = every.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(answer.log_probs), right, rtol=0, atol=2e-5)
-    assert 0 < num_stopped < 20 and count == len(found[0])
+    assert 0 < num_stopped < 15 and count == len(found[0])
     other = draw(llama, stages_of(llama, 1), prompts, stop_ids=stop_ids, temperature=heat)
     assert found == other, "the number of stages changes nothing, to the bit"
     assert (

@@ -98,7 +98,7 @@ def _told(kind: str, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[Answ
 
 @pytest.mark.parametrize("kind", MAKERS)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_pieces_make_the_text_of_the_whole(kind, data):
     ids = data.draw(_answers(kind)) * data.draw(st.sampled_from([1, 1, 6]))
     answer, pieces = _told(kind, ids)
@@ -151,7 +151,7 @@ def _first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
 
 @pytest.mark.parametrize("kind", ["bytes", "metaspace first", "metaspace always"])
 @given(data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_stop_strings_end_the_text_at_the_first_token_that_completes_one(kind, data):
     ids = data.draw(_answers(kind))
     whole = _decode(kind, ids)
@@ -205,10 +205,10 @@ def test_a_stop_token_is_in_neither_tokens_nor_text():
 
 
 @pytest.mark.parametrize("kind", ["bytes", "metaspace first", "byte fallback"])
-@pytest.mark.parametrize("text", [TEXT, "👩‍👩‍👧", "\ufffd", "    ", "a . "])
+@pytest.mark.parametrize("text", [TEXT, "\ufffd", "    "])
 def test_the_work_a_token_does_not_grow_with_the_answer(kind, text, monkeypatch):
     tokenizer = _tokenizer(kind)
-    ids = tokenizer.encode(text * 40, add_special_tokens=False)[:600]
+    ids = tokenizer.encode(text * 40, add_special_tokens=False)[:300]
     decode, numbers = tokenizer.decode, []
 
     def counted(token_ids, **options):

@@ -2,10 +2,9 @@
 
 import ast
 import dataclasses
-import io
+import functools
 import re
 import sys
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -79,6 +78,16 @@ ROOM_ARROWS = {
 }
 
 
+@functools.cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(_text(path))
+
+
 def _owner(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
@@ -121,12 +130,12 @@ def _imports(tree: ast.AST, path: Path) -> list[tuple[str, int]]:
     return found
 
 
-def _broken_arrows(path: Path, text: str) -> list[str]:
+def _broken_arrows(path: Path, tree: ast.Module) -> list[str]:
     """Imports of one file that the tables above do not allow."""
     owner = _owner(path)
     is_ours = {*ROOT_ARROWS, "tests", "examples", "tools"}
     broken = []
-    for module, line in _imports(ast.parse(text), path):
+    for module, line in _imports(tree, path):
         first, _, rest = module.partition(".")
         place = f"{_name(path)}:{line}: {owner} must not import {module}"
         if first in is_ours and first not in ROOT_ARROWS[owner] and _name(path) != COMMAND_DOOR:
@@ -153,7 +162,7 @@ def _broken_room_arrow(path: Path, room: str, *, place: str) -> list[str]:
 
 def test_imports_follow_the_layers():
     files = _house_files()
-    assert [one for path in files for one in _broken_arrows(path, path.read_text())] == []
+    assert [one for path in files for one in _broken_arrows(path, _tree(path))] == []
 
 
 def test_every_root_file_and_every_room_has_its_place_in_the_tables():
@@ -186,13 +195,13 @@ def test_every_root_file_and_every_room_has_its_place_in_the_tables():
     ],
 )
 def test_the_test_sees_a_wrong_arrow(file, text):
-    assert _broken_arrows(ROOT / file, text)
+    assert _broken_arrows(ROOT / file, ast.parse(text))
 
 
 def test_module_docstrings():
     for path in _all_files():
-        text = path.read_text(encoding="utf-8")
-        assert ast.get_docstring(ast.parse(text)) or not text.strip(), f"what is {path} for?"
+        if not re.match(r'(#.*\n)*"""\S', text := _text(path)):
+            assert not text.strip(), f"what is {path} for?"
 
 
 def test_no_package_below_tests():
@@ -201,7 +210,7 @@ def test_no_package_below_tests():
 
 def test_public_names_of_the_engine_are_documented_and_hinted():
     for path in (ROOT / "stageline").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = _tree(path)
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_":
                 assert ast.get_docstring(node), f"{path}: {node.name}"
@@ -216,17 +225,15 @@ def test_no_file_names_a_kind_of_accelerator_without_a_reason():
     named = re.compile(
         r"torch\.(cuda|xpu|npu|mps)\b|[\"'](cuda|xpu|npu|mps)\b|\.is_cuda\b|_DEVICES\b"
     )
-    files = {_name(path) for path in _house_files() if named.search(path.read_text())}
+    files = {_name(path) for path in _house_files() if named.search(_text(path))}
     assert files == set(KINDS)
 
 
 def test_the_engine_spells_no_option():
     """It writes `num_stages`, as its arguments are called; commands/ spells --num-stages."""
     for path in (ROOT / "stageline").rglob("*.py"):
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-            if token.type in (tokenize.STRING, tokenize.COMMENT):
-                words = re.findall(r"(?<![-\w])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])", token.string)
-                assert set(words) <= FOREIGN_OPTIONS, f"{path}:{token.start[0]}: {words}"
+        words = re.findall(r"(?<![-\w])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])", _text(path))
+        assert set(words) <= FOREIGN_OPTIONS, f"{path}: {words}"
 
 
 def test_a_run_cannot_be_changed_after_it_is_read():
@@ -239,7 +246,7 @@ def test_every_key_that_the_engine_names_exists():
     unknown = []
     for path in (ROOT / "stageline").rglob("*.py"):
         # joins strings that continue on the next line
-        text = re.sub(r'"\n\s+f?"', "", path.read_text(encoding="utf-8"))
+        text = re.sub(r'"\n\s+f?"', "", _text(path))
         for name, key in re.findall(r"`(\w+)` ([a-z_0-9]+)", text):
             if name in ALL_REGISTERS and key not in ALL_REGISTERS[name] and key not in PLAIN_WORDS:
                 unknown.append(f"{_name(path)}: `{name}` {key}")

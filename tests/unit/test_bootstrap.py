@@ -40,17 +40,17 @@ def share_below(means, value):
     return sum(mean <= value for mean in means) / len(means)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_interval_holds_95_percent_of_all_resamples(seed):
     draw = random.Random(seed)
-    scores = [draw.random() for _ in range(7)]
+    scores = [draw.random() for _ in range(6)]
     low, high = Bootstrap(20_000).interval(scores)
     means = all_means([[score] for score in scores])
     assert share_below(means, low) == pytest.approx(0.025, abs=0.006)
     assert share_below(means, high) == pytest.approx(0.975, abs=0.006)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_whole_clusters_are_drawn(seed):
     draw = random.Random(seed)
     sizes = [draw.randint(1, 4) for _ in range(6)]

@@ -22,8 +22,9 @@ def change(folder, **fields):
     path.write_text(json.dumps({**config, **fields}))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "mixtral", "gemma2", "phi3"])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", False), ("gpt2", True), ("mixtral", False), ("gemma2", True)]
+)
 def test_the_weights_of_a_model_fit_it(family, tied, tmp_path):
     tiny_whole(family, tmp_path, tied=tied)
     builder(tmp_path).check_fit()

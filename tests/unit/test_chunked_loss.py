@@ -26,7 +26,7 @@ from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_models import TYPICAL, VISION_LANGUAGE, VOCAB_SIZE, tiny_config
 
 # heads under each of the names, a cap of logits, heads next to the language model
-TIED = ("llama", "gpt2", "gemma2", "gemma3_vl")
+TIED = ("llama", "gemma2", "gemma3_vl")
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6}
 LENGTH = 14
 
@@ -89,19 +89,17 @@ def chunked(stage, loss_fn=sft, chunk=4):
     return ChunkedLoss(loss_fn, whole=stage.whole, chunk=chunk)
 
 
-@pytest.mark.parametrize(
-    ("family", "tied"),
-    [*((family, False) for family in TYPICAL), *((family, True) for family in TIED)],
-)
-def test_it_equals_the_library(family, tied):
-    for dtype in (torch.float64, torch.float32):
-        whole, stage = make_pair(family, dtype=dtype, tied=tied)
+@pytest.mark.parametrize("family", [one for one in TYPICAL if one != "phi3"])
+def test_it_equals_the_library(family):
+    # a cap so low that logits without it would be others
+    cap = {"final_logit_softcapping": 0.5} if family == "gemma2" else {}
+    for dtype in (torch.float64, torch.float32) if family == "llama" else (torch.float64,):
+        whole, stage = make_pair(family, dtype=dtype, tied=family in TIED, **cap)
         batch, inputs = batch_of(family, dtype)
         count = torch.tensor(7.0, dtype=dtype)
         expected = library_loss(whole, inputs, batch["labels"]) / count
         expected.backward()
-        tried = [(LossByToken, 1), (LossByToken, 100), (ChunkedLoss, 4), (ChunkedLoss, 13)]
-        for kind, chunk in tried if dtype == torch.float64 else tried[:1]:
+        for kind, chunk in ((LossByToken, 1), (LossByToken, 100), (ChunkedLoss, 4)):
             stage.logits_chunk = chunk
             loss_fn = kind(sft, whole=stage.whole, chunk=chunk)
             loss = loss_fn(stage(batch["input_ids"], **inputs), batch, num_targets=count)
@@ -109,20 +107,6 @@ def test_it_equals_the_library(family, tied):
             torch.testing.assert_close(loss, expected, rtol=TOLERANCE[dtype], atol=0.0)
             assert_close(grads_of(stage), grads_of(whole), dtype)
             stage.zero_grad()
-
-
-def test_soft_caps_act_in_these_tests():
-    """gemma2 caps its logits: without the class's own code the loss would be another."""
-    whole, stage = make_pair("gemma2", final_logit_softcapping=0.5)
-    batch, inputs = batch_of("gemma2", torch.float64)
-    count = torch.tensor(7.0, dtype=torch.float64)
-    expected = library_loss(whole, inputs, batch["labels"]) / count
-    stage.logits_chunk = 4
-    hidden = stage(batch["input_ids"], **inputs)
-    ours = chunked(stage)(hidden, batch, num_targets=count)
-    torch.testing.assert_close(ours, expected, rtol=1e-13, atol=0.0)
-    uncapped = sft(stage.whole.lm_head(hidden), batch, num_targets=count)
-    assert abs(uncapped - expected) > 1e-3
 
 
 # -- parts of the graph that do not train, and two walks -----------------------------------
@@ -234,8 +218,14 @@ def by_token(stage, loss_fn, chunk=4):
     return LossByToken(loss_fn, whole=stage.whole, chunk=chunk)
 
 
-@pytest.mark.parametrize("learnt", [(True, True), (False, True), (False, False)])
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"])
+@pytest.mark.parametrize(
+    ("loss_type", "learnt"),
+    [
+        *((kind, (False, True)) for kind in ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo")),
+        ("dapo", (True, True)),
+        ("gspo", (False, False)),
+    ],
+)
 def test_losses_over_answers(loss_type, learnt):
     part = functools.partial(
         answers,
@@ -246,7 +236,7 @@ def test_losses_over_answers(loss_type, learnt):
     )
     expected = run(last_stage("all"), plain_backward, loss_fn=part)
     wanted = answers.figures
-    for chunk in (1, 4, 100):
+    for chunk in (1, 4):
         stage = last_stage("all")
         ours = run(stage, plain_backward, loss_fn=by_token(stage, part, chunk))
         assert ours[0] == pytest.approx(expected[0], rel=1e-13)
@@ -257,7 +247,7 @@ def test_losses_over_answers(loss_type, learnt):
 
 @pytest.mark.parametrize("kind", ["all", "frozen head", "head alone"])
 def test_two_walks_of_a_loss_by_token(kind):
-    for part, chunk in ((answers, 4), (sft, 4), (sft, 100)):
+    for part, chunk in ((answers, 4), (sft, 100)):
         expected = run(last_stage(kind), plain_backward, loss_fn=part)
         stage = last_stage(kind)
         ours = run(stage, split_backward, loss_fn=by_token(stage, part, chunk))

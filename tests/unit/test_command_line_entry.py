@@ -47,10 +47,10 @@ def test_words_in_front_become_options(words, wanted):
     assert rewritten(words) == wanted
 
 
-@pytest.mark.parametrize("words", [["run.txt"], ["=1"], ["r.yaml", "5"], ["1x=2"]])
-def test_a_word_that_is_neither_file_nor_assignment_is_refused(words):
-    with pytest.raises(UserError, match="belongs to no option. Put"):
-        rewritten(words)
+def test_a_word_that_is_neither_file_nor_assignment_is_refused():
+    for words in (["run.txt"], ["=1"], ["r.yaml", "5"]):
+        with pytest.raises(UserError, match="belongs to no option. Put"):
+            rewritten(words)
 
 
 def test_commands_are_listed_and_others_refused(tmp_path):

@@ -72,8 +72,6 @@ def _by_document(segments):
     ("name", "marks"),
     [
         ("bytes", (True, True)),
-        ("bytes", (False, True)),
-        ("bytes", (True, False)),
         ("bytes", (False, False)),
         ("metaspace", (True, True)),
     ],

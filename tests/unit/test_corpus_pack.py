@@ -33,7 +33,7 @@ def _rows(lengths, capacity):
     return [part.tolist() for part in numpy.split(members, ends[:-1])]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.integers(1, 40).flatmap(
         lambda capacity: st.tuples(
@@ -74,7 +74,7 @@ def prefix(tmp_path):
     return _write(tmp_path / "a", [dice.integers(1, LIMIT + 1, 70).tolist(), [], [3, 4, 1]])
 
 
-@pytest.mark.parametrize("window", [1 << 20, 16, 1])
+@pytest.mark.parametrize("window", [1 << 20, 1])
 def test_each_segment_is_in_one_row_of_its_type(prefix, window, monkeypatch):
     monkeypatch.setattr(pack_module, "WINDOW", window)
     packed = pack_corpus(prefix)

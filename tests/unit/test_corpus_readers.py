@@ -50,7 +50,7 @@ def file(tmp_path_factory):
     return tmp_path_factory.mktemp("readers") / "lines.txt"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     pieces=st.lists(
         st.sampled_from([b"\n", b"a", b"bcd", b"\r\n", "\u00e9\u2028".encode(), b"\xff"])

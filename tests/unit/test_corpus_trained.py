@@ -38,7 +38,7 @@ def _seen_by_steps(mixture, *, steps, accumulate_steps, dp_degree):
 
 def test_rows_seen_are_those_of_the_steps():
     dice = random.Random(2)
-    for _ in range(60):
+    for _ in range(30):
         mixture = Mixture(
             SIZES, counts=[5, 2, 1], batch=8, drop_mode=dice.randrange(4), seed=dice.randrange(9)
         )

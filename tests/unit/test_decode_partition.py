@@ -30,8 +30,9 @@ def test_a_model_whose_layers_lie_elsewhere_is_divided_evenly():
     assert decode_partition(config, 2, dtype=torch.bfloat16) is None
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "internvl", "qwen2_5_vl"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", True), ("gpt2", False), ("gemma3", False), ("internvl", True)]
+)
 def test_what_a_step_reads_is_all_but_lookups_and_tower(family, tied):
     config = tiny_config(family, tied=tied)
     model = model_on_meta(config, dtype=torch.bfloat16)

@@ -146,7 +146,7 @@ def check_fixed(cache, model):
             assert not found[row, :, len(images) :].any(), "rows of text must add nothing"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_a_group_holds_what_its_rows_brought(data):
     machine = Machine()

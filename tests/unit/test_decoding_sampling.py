@@ -65,7 +65,7 @@ def _logits(exact, request, token_ids):
 def test_no_stop_comes_before_the_least_number_of_tokens(model, engine_of):
     """Draw no id that would end the answer early, like transformers' min_new_tokens."""
     whole, engine = load_whole(model.folder), engine_of(2)
-    for prompt in model.prompts:
+    for prompt in model.prompts[:2]:
         ids = prompt["input_ids"]
         free = whole.generate(ids, do_sample=False, max_new_tokens=NUM_TOKENS)[0, ids.shape[1] :]
         stop = free[2].item()  # the third token would end it
@@ -81,17 +81,14 @@ def test_no_stop_comes_before_the_least_number_of_tokens(model, engine_of):
             assert found.completion_tokens >= least
 
 
-@pytest.mark.parametrize(("num_stages", "num_groups"), [(1, 1), (2, 2), (3, 3)])
-def test_a_seed_gives_the_same_answer_alone_and_among_others(
-    num_stages, num_groups, model, engine_of
-):
+def test_a_seed_gives_the_same_answer_alone_and_among_others(model, engine_of):
     requests = _requests(model, repetition_penalty=1.1, **SAMPLED)
-    together = _answers(engine_of(num_stages, max_rows=6, num_groups=num_groups), requests)
+    together = _answers(engine_of(2, max_rows=6, num_groups=2), requests)
     alone = engine_of(max_rows=1)
     for request, answer in zip(requests, together, strict=True):
         assert _answers(alone, [request])[0].token_ids == answer.token_ids
     # in other company and another order
-    some = _answers(engine_of(num_stages, max_rows=2), requests[::-2])
+    some = _answers(engine_of(3, max_rows=2), requests[::-2])
     assert [a.token_ids for a in some] == [a.token_ids for a in together[::-2]]
 
 

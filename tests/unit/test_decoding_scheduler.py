@@ -162,7 +162,7 @@ class Simulated:
 lengths = st.integers(1, 30)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     data=st.data(),
     max_rows=st.integers(1, 9),

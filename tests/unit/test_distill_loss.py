@@ -30,7 +30,7 @@ def ours(batch, student, found, **options):
     return loss, torch.autograd.grad(loss, student)[0]
 
 
-@pytest.mark.parametrize(("beta", "temperature"), [(1, 1), (0, 1), (0.5, 1), (0.3, 0.7), (1, 2)])
+@pytest.mark.parametrize(("beta", "temperature"), [(1, 1), (0, 1), (0.3, 0.7)])
 def test_each_divergence_is_trls(beta, temperature):
     gkd = pytest.importorskip("trl.experimental.gkd").GKDTrainer
     batch, student, teacher, is_target = make_batch()
@@ -44,7 +44,7 @@ def test_each_divergence_is_trls(beta, temperature):
     torch.testing.assert_close(gradient, torch.autograd.grad(theirs, student)[0], **CLOSE)
 
 
-@pytest.mark.parametrize("beta", [0, 0.5, 1])
+@pytest.mark.parametrize("beta", [0.5, 1])
 def test_other_tokens_of_a_top_k_are_lumped_as_in_trl(beta):
     trl = pytest.importorskip("trl.experimental.server_distillation.server_distillation_trainer")
     batch, student, teacher, is_target = make_batch()

@@ -21,33 +21,24 @@ PAIRS = [
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-        if "://" not in target:
-            assert (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_files_that_are_named_exist(page):
+def missing_on(page):
+    """Links, named files, and commands (`python X.py`, `bash X.sh`, `stageline X`) of nowhere."""
     text = page.read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#]+)\)", text)
+    yield from (t for t in targets if "://" not in t and not (page.parent / t).exists())
     rooms = "stageline|commands|options|tests|scripts|docs|benchmarks|models|examples"
     named = re.findall(rf"`((?:{rooms})/[\w./-]+)`", text)
-    for path in named:
-        assert (ROOT / path).exists(), path
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_files_of_a_command_exist(page):
-    """`python X.py`, `bash scripts/X.sh` and `stageline X` in blocks and in sentences."""
-    text = page.read_text(encoding="utf-8")
+    yield from (path for path in named if not (ROOT / path).exists())
     files = re.findall(r"\b(?:python|bash|sbatch) ((?:[\w/-]+/)?\w+\.(?:py|sh|slurm))\b", text)
-    for path in files:
-        # a program of another project, which a page compares with Stageline's
-        assert (ROOT / path).is_file() or path == "preprocess.py", path
+    # a program of another project, which a page compares with Stageline's
+    yield from (p for p in files if not (ROOT / p).is_file() and p != "preprocess.py")
     bash = "\n".join(block for kind, block in FENCE.findall(text) if kind == "bash")
-    for word in re.findall(r"^stageline ([a-z][a-z-]*)", bash, re.MULTILINE):
-        assert word in COMMANDS or word == "env", word
+    words = re.findall(r"^stageline ([a-z][a-z-]*)", bash, re.MULTILINE)
+    yield from (word for word in words if word not in (*COMMANDS, "env"))
+
+
+def test_links_files_and_commands_of_all_pages_exist():
+    assert {page.name: found for page in PAGES if (found := list(missing_on(page)))} == {}
 
 
 def test_every_guide_is_in_the_site_and_the_index_has_its_order():

@@ -57,41 +57,35 @@ def _targets(encoded):
     return [i for i, t in zip(encoded.input_ids, encoded.is_target, strict=True) if t]
 
 
-@pytest.mark.parametrize(
-    "question", ["Which digit?", " two  spaces ", "caf\u00e9 \u4e2d \U0001f600\U0001f468\u200d", ""]
-)
-def test_ids_are_those_of_the_library(tokenizer, question):
-    rendered, encoded = _encode(tokenizer, question, "7")
-    expected = tokenizer(rendered.text)["input_ids"] + [tokenizer.eos_token_id]
-    assert encoded.input_ids == expected
-
-
-def test_the_answer_and_its_end_are_learnt(tokenizer):
+def test_ids_are_those_of_the_library_and_the_answer_and_its_end_are_learnt(tokenizer):
+    for question in (" two  spaces ", "caf\u00e9 \u4e2d \U0001f600\U0001f468\u200d", ""):
+        rendered, encoded = _encode(tokenizer, question, "7")
+        expected = tokenizer(rendered.text)["input_ids"] + [tokenizer.eos_token_id]
+        assert encoded.input_ids == expected
     _, encoded = _encode(tokenizer, "Which digit?", "7")
     assert tokenizer.decode(_targets(encoded)[:-1]).strip() == "7"
     assert _targets(encoded)[-1] == tokenizer.eos_token_id
     first = encoded.is_target.index(True)
     assert all(encoded.is_target[first:]), "the answer is one stretch at the end"
-
-
-def test_generation_starts_where_training_learns(tokenizer):
-    _, trained = _encode(tokenizer, "Which digit?", "7")
     _, prompt = _encode(tokenizer, "Which digit?", "7", for_generation=True)
-    first = trained.is_target.index(True)
-    assert prompt.input_ids == trained.input_ids[:first]
+    assert prompt.input_ids == encoded.input_ids[:first]
+    _, empty = _encode(tokenizer, "Which digit?", "")
+    assert _targets(empty)[-1] == tokenizer.eos_token_id
+    check_targets(empty, name="s")
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_text_from_the_data_is_never_a_special_token(tokenizer, text):
-    rendered, encoded = _encode(tokenizer, f"{text} {text}", text)
+def test_text_from_the_data_is_never_a_special_token(tokenizer):
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     reserved = TextEncoder.of(tokenizer).reserved_ids - {tokenizer.unk_token_id}
-    expected = [tokenizer.bos_token_id] if encoded.input_ids[0] == tokenizer.bos_token_id else []
-    found = [token_id for token_id in encoded.input_ids if token_id in reserved]
-    assert found == [*expected, tokenizer.eos_token_id], "only its own first and last token"
-    if not expected and isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel):
-        assert tokenizer.decode(encoded.input_ids[:-1]) == rendered.text
-        assert tokenizer.decode(_targets(encoded)[:-1]) == " " + text
-    assert encoded.num_targets >= 2
+    for text in HOSTILE:
+        rendered, encoded = _encode(tokenizer, f"{text} {text}", text)
+        expected = [bos] if encoded.input_ids[0] == bos else []
+        found = [token_id for token_id in encoded.input_ids if token_id in reserved]
+        assert found == [*expected, eos], "only its own first and last token"
+        if not expected and isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel):
+            assert tokenizer.decode(encoded.input_ids[:-1]) == rendered.text
+            assert tokenizer.decode(_targets(encoded)[:-1]) == " " + text
+        assert encoded.num_targets >= 2
 
 
 def test_runs_are_tokenized_as_between_special_tokens(tokenizer):
@@ -114,9 +108,7 @@ def test_runs_are_tokenized_as_between_special_tokens(tokenizer):
         assert ours.tolist() == theirs.tolist()
 
 
-@pytest.mark.parametrize(
-    "text", ["", " a </s> b  c", "\u00e9 \u4e2d\n\n\U0001f600 digit", "<|im_start|>user\nno"]
-)
+@pytest.mark.parametrize("text", [" a </s> b  c", "\u00e9 \u4e2d\n\n\U0001f600 digit"])
 def test_the_short_way_to_tokens_is_the_librarys(tokenizer, text):
     encoder = TextEncoder.of(tokenizer)
     assert encoder._is_direct
@@ -216,12 +208,6 @@ def test_offsets_that_leave_spaces_out():
     assert tokenizer.decode(_targets(encoded)[:-1]) == " digit"
 
 
-def test_an_answer_that_is_empty_still_learns_the_end(tokenizer):
-    _, encoded = _encode(tokenizer, "Which digit?", "")
-    assert _targets(encoded)[-1] == tokenizer.eos_token_id
-    check_targets(encoded, name="s")
-
-
 def test_a_tokenizer_without_an_end_is_told_of():
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
@@ -250,10 +236,6 @@ def test_ordinary_added_tokens_stay_tokens():
     _, encoded = _encode(tokenizer, "</s>", "<think> 7")
     assert think in _targets(encoded)
     assert encoded.input_ids.count(tokenizer.eos_token_id) == 1
-
-
-def test_the_first_token_is_never_predicted():
-    assert [Encoded([5] * n, [True] * n, [False] * n).num_targets for n in (1, 2, 5)] == [0, 1, 4]
 
 
 def test_too_long_is_refused_with_all_figures():
@@ -330,7 +312,7 @@ def test_bytes_of_tokens_say_what_offsets_say(name):
     draw = random.Random(name)
     bits = [*BITS, "<|own|>"]
     num_by_bytes = 0
-    for _ in range(300):
+    for _ in range(120):
         first = Piece("<|im_start|>user" + draw.choice(("\n", "<|im_end|>", "<|own|>", "<|own|> ")))
         pieces = [first] * draw.randrange(2)
         for _ in range(draw.randrange(1, 7)):
@@ -342,7 +324,7 @@ def test_bytes_of_tokens_say_what_offsets_say(name):
             num_by_bytes += 1
             whole = encoder._whole(rendered)
             assert (found[0], bytes(found[1])) == (whole[0], bytes(whole[1])), rendered
-    assert num_by_bytes > (0 if name == "prefix space" else 30)
+    assert num_by_bytes > (0 if name == "prefix space" else 12)
 
 
 def test_a_special_token_across_the_border_of_a_users_text_is_found():

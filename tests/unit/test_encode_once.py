@@ -64,7 +64,7 @@ KINDS = {
     "pt": (parts.pt, Rows, 1),
     "contrastive": (parts.contrastive, Groups, 1),
 }
-ORDERS = {"plain": {"order": "given"}, "sorted": {}, "packed": {"packing": 96}}
+ORDERS = {"sorted": {}, "packed": {"packing": 96}}
 
 
 @pytest.mark.parametrize(

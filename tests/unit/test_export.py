@@ -8,7 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pp_models import CausalLMStage
 from stageline.checkpoint import plain_folder
-from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
@@ -17,12 +16,12 @@ from stageline.shrink import shrink_config
 from stageline.verify.export import ExportError
 from tests.helpers.exports import export_alone, export_folder
 from tests.helpers.family_configs import family_config
-from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 
-def saved_run(tmp_path, *, num_loras=0, tied=False, family="llama"):
+def saved_run(tmp_path, *, num_loras=0):
     """Save a run of two stages."""
-    tiny_whole(family, tmp_path / "base", tied=tied)
+    tiny_whole("llama", tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").write_text('{"of": "base"}')
     stages = []
     for stage in range(2):
@@ -38,57 +37,23 @@ def saved_run(tmp_path, *, num_loras=0, tied=False, family="llama"):
     return save_split_model(stages, None, tmp_path / "run")
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_full_run_becomes_one_model(tied, tmp_path):
-    run = saved_run(tmp_path, tied=tied)
-    report = export_folder(run, tmp_path / "out")
-    assert not report.is_adapter
-    assert report.verdict.difference == 0.0
-    whole = auto_class("llama").from_pretrained(tmp_path / "out")
-    expected = auto_class("llama").from_pretrained(run).state_dict()
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(tensor, expected[name])
-    assert ("lm_head.weight" in weight_files(tmp_path / "out")) is not tied
-    assert not list((tmp_path / "out").glob("*.index.json"))
-
-
-def test_merge_gives_a_model_without_adapter(tmp_path):
-    run = saved_run(tmp_path, num_loras=1)
-    report = export_folder(run, tmp_path / "out", merge=True)
-    assert 0.0 < report.verdict.difference < 1e-5
-    assert not (tmp_path / "out" / "adapter_config.json").exists()
-    base = auto_class("llama").from_pretrained(tmp_path / "base")
-    adapted = peft.PeftModel.from_pretrained(base, run).eval()
-    whole = auto_class("llama").from_pretrained(tmp_path / "out").eval()
-    ids = torch.tensor([[9, 12, 33, 5]])
-    with torch.no_grad():
-        expected = adapted(input_ids=ids).logits
-        torch.testing.assert_close(whole(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
-    # files that the adapter's folder lacks come from the base
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"of": "base"}'
-
-
-def test_an_adapter_stays_one(tmp_path):
+def test_an_adapter_stays_one_or_is_merged(tmp_path):
     run = saved_run(tmp_path, num_loras=1)
     report = export_folder(run, tmp_path / "out", dtype=torch.bfloat16)
     assert report.is_adapter
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert 0.0 < report.verdict.difference < 5e-2
+    merged = export_folder(run, tmp_path / "merged", merge=True)
+    assert 0.0 < merged.verdict.difference < 1e-5
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+    # files that the adapter's folder lacks come from the base
+    assert (tmp_path / "merged" / "tokenizer.json").read_text() == '{"of": "base"}'
 
 
-def test_dtype_of_a_whole_model(tmp_path):
-    run = saved_run(tmp_path, family="mixtral")
-    report = export_folder(run, tmp_path / "out", dtype=torch.bfloat16)
-    assert 0.0 < report.verdict.difference < 5e-2
-    whole = auto_class("mixtral").from_pretrained(tmp_path / "out", dtype="auto")
-    assert {parameter.dtype for parameter in whole.parameters()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])
-def test_what_a_family_keeps_in_float32_is_not_rounded(family, tmp_path):
+def test_what_a_family_keeps_in_float32_is_not_rounded(tmp_path):
     """Values and types are those of `from_pretrained` in bfloat16, the biases of routers too."""
-    config = shrink_config(family_config(family), num_layers=2)
+    config = shrink_config(family_config("deepseek_v3"), num_layers=2)
     base = AutoModelForCausalLM.from_config(config)
     for name, buffer in base.named_buffers():
         if "bias" in name:
@@ -129,10 +94,7 @@ def test_what_a_family_keeps_in_float32_is_not_rounded(family, tmp_path):
         own = half.state_dict().get(name, tensor.bfloat16())  # no weight of LoRA is in the base
         assert tensor.dtype == own.dtype and torch.equal(tensor, own), name
     made = CausalLMStage(config, stage=0, num_stages=1, dtype=torch.bfloat16)
-    try:
-        init_split_model(made, seed=0, device="cpu", dtype=torch.bfloat16)
-    except UserError as error:  # transformers 5.17 has no random start for ERNIE's router
-        pytest.skip(str(error))
+    init_split_model(made, seed=0, device="cpu", dtype=torch.bfloat16)
     for name, tensor in made.state_dict().items():
         assert tensor.dtype == half.state_dict()[name].dtype, name
 

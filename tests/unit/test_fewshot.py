@@ -60,14 +60,13 @@ def test_a_template_is_filled_for_each_example():
     assert "".join(piece.text for piece in learnt if piece.is_target) == " three"
 
 
-@pytest.mark.parametrize("system", [None, "Be short."])
-def test_examples_are_turns_of_a_chat(system):
+def test_examples_are_turns_of_a_chat(system="Be short."):
     tokenizer = tiny_tokenizer()
     rendered = chat(
         SAMPLE, "[QUESTION][ANSWER]", processor=tokenizer, for_generation=True, system=system,
         examples=[{**EXAMPLES[0], "system": "of the example"}, EXAMPLES[1]],
     )  # fmt: skip
-    messages = [{"role": "system", "content": system}] if system else []
+    messages = [{"role": "system", "content": system}]
     for question, answer in (("1?", "one"), ("2?", "two"), ("3?", None)):
         messages.append({"role": "user", "content": question})
         messages += [{"role": "assistant", "content": answer}] if answer else []

@@ -15,9 +15,9 @@ from stageline.data.batches.batch import render_sample
 from stageline.data.text.processor import get_tokenizer, save_processor
 from stageline.inference.model_cutter import ModelCutter
 from tests.helpers.pictured_prompts import picture, tiny_parts
-from tests.helpers.tiny_models import VISION_LANGUAGE
+from tests.helpers.tiny_models import TYPICAL_VISION
 
-FAMILIES = (*VISION_LANGUAGE, "mllama")
+FAMILIES = (*TYPICAL_VISION, "mllama")
 NEW_TOKENS = 10
 PROMPT = "[IMAGE]\n[QUESTION][ANSWER]"
 # width, height of each sample's images; questions of several lengths

@@ -57,15 +57,14 @@ def num_tiles(processor, size) -> int:
 
 
 @pytest.mark.parametrize("family", PROCESSOR_FAMILIES)
-@pytest.mark.parametrize("size", SIZES)
-def test_text_and_pixels_agree_about_the_tokens(family, size):
+def test_text_and_pixels_agree_about_the_tokens(family):
     processor = processor_of(family)
-    output = plain(processor, size)
-    count = num_tokens(output)
     piece = Piece(processor.image_token, is_image=True)
     rendered = Rendered((piece, Piece("x")), is_chat=True)
-    encoded = encode_sample(rendered, [Image.new("RGB", size)], processor=processor, name="row")
-    assert encoded.input_ids.count(IMAGE_TOKEN_ID) == count
+    for size in SIZES:
+        count = num_tokens(plain(processor, size))
+        encoded = encode_sample(rendered, [Image.new("RGB", size)], processor=processor, name="row")
+        assert encoded.input_ids.count(IMAGE_TOKEN_ID) == count
 
 
 # -- tiles as they are asked for ----------------------------------------------------------------
@@ -76,7 +75,6 @@ def test_text_and_pixels_agree_about_the_tokens(family, size):
     [
         ("internvl", {"max_tiles": 2}, {1, 3}),
         ("internvl", {"min_tiles": 2, "max_tiles": 3}, {3, 4}),
-        ("internvl", {"min_tiles": 4}, {5}),
         ("llava_next", {"max_tiles": 2}, {3}),
         ("llava_next", {"min_tiles": 4}, {5}),
         ("idefics3", {"max_tiles": 10}, {4, 7, 10}),

@@ -16,6 +16,7 @@ from stageline.errors import UserError
 from tests.helpers.tiny_models import PROCESSOR_FAMILIES, tiny_processor
 
 PROMPT = "[IMAGE]\n[QUESTION]\nAnswer: [ANSWER]"
+SOME = ("llava", "internvl", "qwen2_5_vl")
 # width, height of each row's images: several, none, wide and high ones
 SIZES = (((20, 30),), (), ((64, 33), (16, 16)), ((40, 90),))
 
@@ -105,6 +106,7 @@ def test_later_stages_have_the_same_integers_and_no_pixels(processor, monkeypatc
         assert not value.is_floating_point()
 
 
+@pytest.mark.parametrize("processor", SOME, indirect=True)
 def test_packed_rows_hold_the_images_of_their_samples(processor):
     rows = [_samples()[2:], [], _samples()[:2]]
     options = {"prompt": PROMPT, "prompt_fn": fill, "image_token": auto, "processor": processor}
@@ -123,6 +125,7 @@ def test_packed_rows_hold_the_images_of_their_samples(processor):
     assert all(torch.equal(value, packed[name]) for name, value in later.items())
 
 
+@pytest.mark.parametrize("processor", SOME, indirect=True)
 def test_user_text_holds_no_image_token(processor):
     """A question that says "<image>" neither adds image tokens nor moves them."""
     token = plain_image_text(processor)
@@ -137,6 +140,7 @@ def test_user_text_holds_no_image_token(processor):
         assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("processor", SOME, indirect=True)
 def test_text_rows_alone_have_no_pixels(processor):
     samples = [(None, {"id": "a", "question": "Which?", "answer": "7"})] * 2
     batch = _collate(processor, samples, stage=0)
@@ -144,6 +148,7 @@ def test_text_rows_alone_have_no_pixels(processor):
     assert processor.tokenizer.decode(batch["input_ids"][0]) == "Which?\nAnswer: 7</s>"
 
 
+@pytest.mark.parametrize("processor", SOME, indirect=True)
 def test_chat_text_is_the_processors_own(processor):
     images, sample = _samples()[2]
     rendered = render_sample(
@@ -161,6 +166,7 @@ def test_chat_text_is_the_processors_own(processor):
     assert rendered.num_images == 2
 
 
+@pytest.mark.parametrize("processor", SOME, indirect=True)
 def test_image_tokens_are_never_cut(processor):
     samples = _samples()
     whole = _collate(processor, samples, stage=1)
@@ -174,6 +180,7 @@ def test_image_tokens_are_never_cut(processor):
     assert (cut["labels"] != -100).sum() == (whole["labels"] != -100).sum()
 
 
+@pytest.mark.parametrize("processor", SOME, indirect=True)
 def test_a_dropped_row_takes_its_images_with_it(processor):
     samples = _samples()
     samples[0][1]["answer"] = "7" * 3000
@@ -185,6 +192,7 @@ def test_a_dropped_row_takes_its_images_with_it(processor):
         assert torch.equal(batch[name], others[name]), name
 
 
+@pytest.mark.parametrize("processor", SOME, indirect=True)
 def test_saved_processors_load_and_do_the_same(processor, tmp_path):
     save_processor(processor, tmp_path)
     loaded = load_processor(tmp_path)

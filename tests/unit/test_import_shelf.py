@@ -59,21 +59,3 @@ def test_a_shadowing_package_is_named_and_never_runs(tmp_path):
     assert done.returncode == 2, done.stderr
     for wanted in (str(installed / "dataset"), str(house), "rename the other 'dataset'"):
         assert wanted in done.stdout
-
-
-def test_the_real_shelf_comes_from_the_repository(tmp_path):
-    # a file of the same name where the user happens to be must not be taken
-    (tmp_path / "loss_fn.py").write_text(STRANGER)
-    script = (
-        f"import sys; sys.path[0] = {str(ROOT)!r}\n"
-        "import register; register.import_shelf('loss_fn')\n"
-        "print(register.loss_fn_register.entry('sft').home)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stdout.startswith(str(ROOT / "loss_fn.py")), done.stderr

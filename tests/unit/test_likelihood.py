@@ -53,10 +53,9 @@ def logprobs(model, ids, num_targets):
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_tokens_at_the_border_are_those_of_lm_eval(kind, case):
+def test_tokens_at_the_border_are_those_of_lm_eval(kind):
     TemplateLM = pytest.importorskip("lm_eval.api.model").TemplateLM
-    tokenizer, (context, continuations) = TOKENIZERS[kind], CASES[case]
+    tokenizer = TOKENIZERS[kind]
 
     class Theirs(TemplateLM):
         eot_token_id = prefix_token_id = tokenizer.bos_token_id
@@ -69,9 +68,10 @@ def test_tokens_at_the_border_are_those_of_lm_eval(kind, case):
         def _loglikelihood_tokens(self, requests, **_):
             return [(before, after) for _, before, after in requests]
 
-    asked = [type("Request", (), {"args": (context, text)})() for text in continuations]
-    for (before, after), text in zip(
-        Theirs().loglikelihood(asked, disable_tqdm=True), continuations, strict=True
+    pairs = [(context, text) for context, texts in CASES for text in texts]
+    asked = [type("Request", (), {"args": pair})() for pair in pairs]
+    for (before, after), (context, text) in zip(
+        Theirs().loglikelihood(asked, disable_tqdm=True), pairs, strict=True
     ):
         row = continuation_row(rendered(context), text, images=None, processor=tokenizer)
         assert row.input_ids == [*before, *after]
@@ -110,7 +110,7 @@ def test_choices_have_the_likelihoods_that_each_has_alone_in_float64():
         assert figures[name] == right / 4
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma3", "mistral"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma3"])
 def test_rows_of_one_forward_leave_each_other_alone(family):
     """Cover learned positions and windows of attention."""
     tokenizer, model = TOKENIZERS["bytes"], tiny_model(family)
@@ -125,9 +125,7 @@ def test_rows_of_one_forward_leave_each_other_alone(family):
         )
 
 
-@pytest.mark.parametrize(
-    ("count", "length", "stride"), [(1, 4, 4), (9, 4, 4), (10, 5, 2), (7, 7, 1)]
-)
+@pytest.mark.parametrize(("count", "length", "stride"), [(1, 4, 4), (9, 4, 4), (10, 5, 2)])
 def test_windows_are_those_of_lm_eval_and_score_each_token_once(count, length, stride):
     utils = pytest.importorskip("lm_eval.utils")
     tokens = list(range(100, 100 + count))
@@ -146,8 +144,8 @@ def test_windows_are_those_of_lm_eval_and_score_each_token_once(count, length, s
     assert all(w.stop - w.start <= length + 1 for w in found)
 
 
-@pytest.mark.parametrize("stride", [None, 5])
-def test_perplexity_of_texts_longer_than_the_model_reads(stride):
+def test_perplexity_of_texts_longer_than_the_model_reads():
+    stride = 5
     tokenizer, model = TOKENIZERS["bytes, bos"], tiny_model(max_position_embeddings=12)
     texts = ["The cat is left of the dog. " * 3, "yes", "Which number is written héré?"]
     prompts = [rendered(text) for text in texts]
@@ -158,8 +156,8 @@ def test_perplexity_of_texts_longer_than_the_model_reads(stride):
         ids = [first_token(tokenizer), *tokenizer.encode(text, add_special_tokens=False)]
         total = 0.0
         for end in range(1, len(ids)):  # each token after all that its window has before it
-            number = max(0, math.ceil((end - 12) / (stride or 12)))
-            last = 12 + number * (stride or 12) if number else 12
+            number = max(0, math.ceil((end - 12) / stride))
+            last = 12 + number * stride
             start = max(0, min(last, len(ids) - 1) - 12)
             total += logprobs(reference, ids[start : end + 1], 1)[0]
         assert found[place]["logprob"] == pytest.approx(total, abs=2e-4)

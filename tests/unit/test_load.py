@@ -19,7 +19,7 @@ from stageline.checkpoint.shards import disk_state
 from stageline.errors import NonFiniteError, UserError
 from stageline.modules.stage_names import names_on_disk
 from tests.helpers.tiny_checkpoints import tiny_whole
-from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE
+from tests.helpers.tiny_models import TYPICAL
 
 
 def build(folder, *, stage=0, num_stages=1, dtype=torch.float32, **kwargs):
@@ -35,14 +35,16 @@ def load(folder, path=None, *, dtype=torch.float32, **kwargs):
     return model
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", DECODERS + VISION_LANGUAGE)
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [*((family, False) for family in TYPICAL), ("gpt2", True), ("gemma3_vl", True)],
+)
 def test_every_tensor_is_the_whole_models(family, tied, tmp_path):
     whole = tiny_whole(family, tmp_path, tied=tied)
     expected = whole.state_dict()
     buffers = dict(whole.named_buffers())
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    for num_stages in (1, 4) if tied else (1, 2, 4):
+    for num_stages in (1, 4):
         seen = []
         for stage in range(num_stages):
             model = load(tmp_path, stage=stage, num_stages=num_stages)
@@ -77,38 +79,6 @@ def test_build_reads_by_the_loader_that_it_is_given(tmp_path):
         assert torch.equal(weight, model.state_dict()[name]), name
 
 
-def test_full_gemma3_with_its_vision_tower(tmp_path):
-    text = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-    }
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 4,
-    }
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=5
-    )
-    whole = transformers.Gemma3ForConditionalGeneration(config)
-    whole.save_pretrained(tmp_path, max_shard_size="20KB")
-    names = set()
-    for stage in range(3):
-        model = load(tmp_path, stage=stage, num_stages=3)
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, whole.state_dict()[name]), name
-        names |= set(model.state_dict())
-    assert names == set(whole.state_dict())
-
-
 def test_tied_weight_stays_one_tensor(tmp_path):
     tiny_whole("llama", tmp_path, tied=True)
     one = load(tmp_path)
@@ -117,20 +87,14 @@ def test_tied_weight_stays_one_tensor(tmp_path):
     assert last.lm_head.weight is last.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("shard", ["20KB", "1GB"], ids=["sharded", "single"])
-def test_bfloat16_weights_keep_float32_frequencies(shard, tmp_path):
-    whole = tiny_whole("llama", tmp_path, dtype=torch.bfloat16, max_shard_size=shard)
+def test_bfloat16_weights_keep_float32_frequencies_and_are_cast_exactly(tmp_path):
+    whole = tiny_whole("llama", tmp_path, dtype=torch.bfloat16)
     model = load(tmp_path, stage=1, num_stages=2, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     frequencies = model.model.rotary_emb.inv_freq
     assert frequencies.dtype == torch.float32
     assert torch.equal(frequencies, whole.model.rotary_emb.inv_freq)
-
-
-def test_dtype_is_cast_exactly(tmp_path):
-    whole = tiny_whole("mixtral", tmp_path, dtype=torch.bfloat16)
-    model = load(tmp_path, dtype=torch.float32)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in load(tmp_path, dtype=torch.float32).state_dict().items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, whole.state_dict()[name].float())
 
@@ -151,9 +115,8 @@ def rewrite(folder, change):
     save_file(state, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("family", ["llama", "internvl"])
-def test_missing_and_unexpected_names_are_listed(family, tmp_path):
-    tiny_whole(family, tmp_path, max_shard_size="1GB")
+def test_missing_and_unexpected_names_are_listed(tmp_path):
+    tiny_whole("internvl", tmp_path, max_shard_size="1GB")
 
     def change(state):
         gone = [name for name in state if name.endswith("layers.3.input_layernorm.weight")]
@@ -221,7 +184,10 @@ def test_weights_without_the_models_prefix(tmp_path):
         (lambda f: shutil.rmtree(f), "does not exist"),
         (lambda f: [p.unlink() for p in f.glob("*.safetensors*")], "holds neither"),
         (lambda f: next(iter(f.glob("model-*2-of-*"))).unlink(), "is missing"),
-        (lambda f: next(iter(f.glob("model-*2-of-*"))).write_bytes(b"<html>"), "cannot be read"),
+        (
+            lambda f: (one := next(f.glob("model-*2-of-*"))).write_bytes(one.read_bytes()[:-1]),
+            "model-.*2-of-.* cannot be read",
+        ),
         (lambda f: (f / "model.safetensors.index.json").write_text("{"), "cannot be read"),
         (
             lambda f: (f / "model.safetensors.index.json").write_text(
@@ -240,14 +206,6 @@ def test_broken_checkpoints_are_named(spoil, message, tmp_path):
         load_split_model(model, tmp_path / "whole", device="cpu", dtype=torch.float32)
 
 
-def test_a_cut_shard_is_named(tmp_path):
-    tiny_whole("llama", tmp_path)
-    shard = sorted(tmp_path.glob("*.safetensors"))[0]
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(UserError, match=shard.name):
-        load(tmp_path)
-
-
 def test_fresh_lora_beside_loaded_weights(tmp_path):
     whole = tiny_whole("llama", tmp_path)
     for stage in range(2):
@@ -260,15 +218,6 @@ def test_fresh_lora_beside_loaded_weights(tmp_path):
                 assert torch.count_nonzero(tensor) == 0
             else:
                 assert torch.count_nonzero(tensor) == tensor.numel()
-
-
-def test_the_same_fresh_lora_for_every_split(tmp_path):
-    tiny_whole("llama", tmp_path)
-    one = load(tmp_path, llm_lora_num=1).state_dict()
-    for stage in range(3):
-        split = load(tmp_path, stage=stage, num_stages=3, llm_lora_num=1).state_dict()
-        for name, tensor in split.items():
-            assert torch.equal(tensor, one[name]), name
 
 
 def test_a_checkpoint_with_lora_names_is_read_by_the_key_map(tmp_path):
@@ -384,11 +333,11 @@ def test_a_part_that_is_a_linear_layer_itself_is_wrapped():
     assert "layers.1.weight" in names
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2_5_vl", "gemma3_vl", "idefics3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
 def test_a_head_of_its_own_beside_a_config_that_says_tied(family, tmp_path):
     """transformers reads both weights where they differ, and so do the stages.
 
-    Files of qwen2_5_vl and gemma3_vl have other names than the model.
+    Files of qwen2_5_vl have other names than the model.
     """
     tiny_whole(family, tmp_path / "base", tied=False)
     config = json.loads((tmp_path / "base" / "config.json").read_text())

@@ -142,8 +142,8 @@ def test_loss_rows_name_the_rows(tokenizer):
             assert tokenizer.decode(ids).startswith(dataset.rows[row]["question"][:4].strip())
 
 
-@pytest.mark.parametrize("options", [{}, {"packing": MAX_TOKENS}])
-def test_workers_make_the_same_steps(tokenizer, options):
+def test_workers_make_the_same_steps(tokenizer):
+    options = {"packing": MAX_TOKENS}
     alone = steps_of(make_loader(tokenizer, **options), 6)
     equal_steps(steps_of(make_loader(tokenizer, num_workers=2, **options), 6), alone)
 
@@ -177,8 +177,7 @@ def test_packed_rows_are_full(tokenizer):
     assert sum(map(len, steps)) < 2 * 10
 
 
-@pytest.mark.parametrize("dp_degree", [1, 2, 3])
-@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize(("dp_degree", "multiple"), [(1, 4), (3, 1), (2, 4)])
 def test_replicas_reach_the_same_legal_count_alone(tokenizer, dp_degree, multiple):
     def legal(count):
         assert count > 0

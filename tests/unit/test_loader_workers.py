@@ -73,8 +73,7 @@ def test_a_worker_makes_the_next_step_while_nobody_asks(tmp_path):
     assert {path.name.split("-")[1] for path in tmp_path.iterdir()} != {str(os.getpid())}
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_workers_of_an_evaluation_serve_the_next(num_workers):
+def test_workers_of_an_evaluation_serve_the_next(num_workers=2):
     loader = make_loader(Rows(8), num_workers=num_workers, eval=True)
     first, second = (list(loader) for _ in range(2))
     assert pids(first) == pids(second) and os.getpid() not in pids(first)

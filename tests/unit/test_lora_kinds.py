@@ -94,11 +94,10 @@ def their_parameters(model):
     return {name.replace(".modules_to_save.default.", "."): p for name, p in named.items()}
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    ("kind", "num_stages"), [*((kind, 2) for kind in KINDS), ("pissa_dora_rslora", 4)]
+)
 def test_loss_and_gradients_are_those_of_peft(kind, num_stages, bases):
-    if num_stages == 1 and kind != "dora":
-        pytest.skip("two and four stages say it")
     ours_options, their_options = KINDS[kind]
     stages = stages_of(bases / "llama", num_stages, **ours_options)
     model = peft_of(bases / "llama", **their_options)
@@ -125,8 +124,10 @@ def test_loss_and_gradients_are_those_of_peft(kind, num_stages, bases):
         assert theirs[name].grad.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [*((kind, "llama") for kind in KINDS), ("pissa_dora_rslora", "gpt2"), ("whole", "gpt2")],
+)
 def test_peft_loads_what_we_save(kind, family, bases, tmp_path):
     options = dict(KINDS[kind][0])
     if family == "gpt2":
@@ -190,9 +191,9 @@ def test_dropout_of_dora_is_that_of_peft(bases):
     torch.testing.assert_close(chain(stages), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("start", ["default", "pissa", "pissa_niter_3", "gaussian", "orthogonal"])
+@pytest.mark.parametrize("start", ["default", "pissa_niter_3", "orthogonal"])
 def test_a_start_is_the_same_for_any_number_of_stages(start, bases):
-    sides = [stages_of(bases / "llama", n, lora_init=start) for n in (1, 2, 4)]
+    sides = [stages_of(bases / "llama", n, lora_init=start) for n in (1, 4)]
     states = [{n: t for s in stages for n, t in s.state_dict().items()} for stages in sides]
     for state in states[1:]:
         assert state.keys() == states[0].keys()

@@ -54,7 +54,7 @@ def test_whole_words_the_longest_first(words, text, wanted):
     assert found(words, text) == wanted
 
 
-@pytest.mark.parametrize("word", ["", " ", "--", "!"])
+@pytest.mark.parametrize("word", ["", "--"])
 def test_a_word_without_a_letter_is_refused(word):
     with pytest.raises(UserError, match="marked has the word"):
         MarkedWords(["left", word])
@@ -176,7 +176,7 @@ def test_groups_that_are_not_whole(samples, wanted):
         collate(samples)
 
 
-@pytest.mark.parametrize("family", ["internvl", "qwen2_5_vl", "idefics3", "llava"])
+@pytest.mark.parametrize("family", ["internvl", "qwen2_5_vl"])
 def test_marks_lie_behind_image_tokens(family):
     processor = tiny_processor(family)
     images = [Image.new("RGB", (32, 32))]

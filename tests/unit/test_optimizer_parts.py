@@ -42,8 +42,7 @@ def test_norms_and_biases_do_not_decay():
     assert decay == {0.5: {"a.weight", "e.weight"}, 0.0: {"a.bias", "n.weight", "n.bias"}}
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("fused", [None, False, True])
+@pytest.mark.parametrize(("fused", "amsgrad"), [(None, True), (False, False), (True, False)])
 def test_adamw_equals_torch(fused, amsgrad):
     """Unfused on a CPU unless it is asked for: the fused kernel rounds differently there."""
     weights = [nn.Parameter(torch.linspace(-1, 1, 1000)) for _ in range(2)]
@@ -94,8 +93,9 @@ def test_linear_equals_torch():
     assert rate(20) == pytest.approx(0.01) and rate(1000) == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize(("shape", "half"), [("linear", 0.055), ("cosine", 0.055), ("sqrt", None)])
-@pytest.mark.parametrize("decay", [0.2, 4])
+@pytest.mark.parametrize(
+    ("shape", "half", "decay"), [("linear", 0.055, 0.2), ("cosine", 0.055, 4), ("sqrt", None, 4)]
+)
 def test_wsd_warms_up_stays_and_falls(shape, half, decay):
     rate = wsd(**RATES, decay=decay, shape=shape)
     assert [rate(step) for step in (0, 2)] == pytest.approx([0.02, 0.06])

@@ -75,8 +75,16 @@ def save(folder, shares, left_out=()):
 CUTS = {"whole": [0, 7], "halves": [0, 4, 7], "thirds": [0, 3, 6, 7], "one empty": [0, 7, 7]}
 
 
-@pytest.mark.parametrize("then", CUTS)
-@pytest.mark.parametrize("now", CUTS)
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ("whole", "halves"),
+        ("halves", "thirds"),
+        ("thirds", "whole"),
+        ("one empty", "halves"),
+        ("thirds", "one empty"),
+    ],
+)
 def test_rows_are_put_together_and_cut_anew(then, now, tmp_path):
     parameters, optimizer = trained()
     shares = []

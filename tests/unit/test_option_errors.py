@@ -169,15 +169,6 @@ def test_a_wrong_config_file_is_named(tmp_path, text, wanted):
     assert str(file) in message
 
 
-def test_a_wrong_json_file_is_named(tmp_path):
-    file = tmp_path / "run.json"
-    file.write_text('{"seed": 1, "seed": 2}')
-    assert f"{file} is not JSON" in (text := _error_of([*TRAIN, "--config", str(file)]))
-    assert "'seed' comes twice" in text
-    file.write_text("[1]")
-    assert "holds a list" in _error_of([*TRAIN, "--config", str(file)])
-
-
 def test_options_of_a_part_are_not_nested_in_a_config_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("dataset: {limit: 3}\n")

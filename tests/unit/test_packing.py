@@ -18,6 +18,8 @@ from tests.helpers.tiny_checkpoints import auto_class
 from tests.helpers.tiny_models import (
     DECODERS,
     IMAGE_TOKEN_ID,
+    TYPICAL,
+    TYPICAL_VISION,
     VISION_LANGUAGE,
     VOCAB_SIZE,
     tiny_config,
@@ -161,8 +163,7 @@ def compare(family, folder, dtype, attention=None):
     ("family", "dtype"),
     [
         *((family, torch.float64) for family in FAMILIES),
-        *((family, torch.float32) for family in ("llama", "gemma3", "gpt2", "mixtral")),
-        *((family, torch.float32) for family in ("qwen2_5_vl", "internvl", "gemma3_vl")),
+        *((family, torch.float32) for family in ("mixtral", "gemma3_vl")),
     ],
     ids=str,
 )
@@ -170,7 +171,7 @@ def test_two_stages_on_packed_rows_equal_the_samples_alone(family, dtype, tmp_pa
     compare(family, tmp_path, dtype)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gpt2", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2_5_vl"])
 def test_eager_attention_too(family, tmp_path):
     compare(family, tmp_path, torch.float64, "eager")
 
@@ -182,7 +183,7 @@ def test_flex_attention_has_no_mask_to_cut_a_window_out_of(tmp_path):
         chain(stages, packed_of(samples_of("gemma3_vl")))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TYPICAL)
 def test_no_token_sees_another_sample(family, tmp_path):
     """Every text token of the middle sample is changed: its neighbours' logits keep each bit."""
     whole_model(family, tmp_path, torch.float32)
@@ -196,13 +197,13 @@ def test_no_token_sees_another_sample(family, tmp_path):
     with torch.no_grad():
         before, after = (chain(stages, batch) for batch in (packed, changed))
     assert not torch.equal(before[middle], after[middle])
-    if family in ("mixtral", "qwen3_moe"):  # experts get other numbers of tokens: rounding
+    if family == "mixtral":  # experts get other numbers of tokens: rounding
         torch.testing.assert_close(before[~middle], after[~middle], rtol=1e-6, atol=1e-6)
     else:
         assert torch.equal(before[~middle], after[~middle])
 
 
-@pytest.mark.parametrize("family", VISION_LANGUAGE)
+@pytest.mark.parametrize("family", TYPICAL_VISION)
 def test_no_token_sees_the_picture_of_another_sample(family, tmp_path):
     whole_model(family, tmp_path, torch.float32)
     stages = build_stages(family, tmp_path, torch.float32)
@@ -230,7 +231,7 @@ def test_a_packed_batch_is_what_it_says():
     assert pack_rows([[]], pad_token_id=7)["input_ids"].tolist() == [[7, 7]]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2_5_vl", "internvl"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2_5_vl"])
 def test_a_row_of_padding_weighs_nothing(family, tmp_path):
     whole_model(family, tmp_path, torch.float32)
     stages = build_stages(family, tmp_path, torch.float32)

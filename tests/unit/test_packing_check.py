@@ -15,7 +15,7 @@ from stageline.shrink import layer_period, shrink_config
 from stageline.stages.packing import check_packing
 from stageline.verify.scaled_copy import ScaledCopy, packed_rows, verify
 from tests.helpers.family_configs import family_config
-from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+from tests.helpers.tiny_models import TYPICAL, tiny_config
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -26,7 +26,7 @@ def stage(config, number=0, *, stage_class=CausalLMStage, dtype=torch.float32, *
     return model.train()
 
 
-@pytest.mark.parametrize("family", DECODERS + VISION_LANGUAGE)
+@pytest.mark.parametrize("family", TYPICAL)
 def test_the_shipped_families_pass_on_every_stage(family):
     stage_class = class_of_key(family)
     for number in (0, 1):
@@ -44,21 +44,19 @@ def test_lora_and_half_precision_pass(options):
         check_packing(model, rows=1)
 
 
-@pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize(
-    "config",
+    ("config", "number"),
     [
         # recurrence; short convolutions; no positions in the mask
-        transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2),
-        transformers.Lfm2Config(**SMALL, intermediate_size=24, num_key_value_heads=1),
-        transformers.OPTConfig(**SMALL, ffn_dim=24, word_embed_proj_dim=16),
+        (transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2), 1),
+        (transformers.Lfm2Config(**SMALL, intermediate_size=24, num_key_value_heads=1), 0),
+        (transformers.OPTConfig(**SMALL, ffn_dim=24, word_embed_proj_dim=16), 1),
     ],
-    ids=lambda config: config.model_type,
 )
 def test_models_that_mix_samples_are_refused(config, number):
     if config.model_type == "lfm2":
         config.layer_types = ["conv", "full_attention"]
-    model = stage(config, 0 if config.model_type == "lfm2" else number)
+    model = stage(config, number)
     with pytest.raises(UserError, match="a token sees tokens of another sample.*Leave --packing"):
         check_packing(model, rows=1)
     assert model.training

@@ -46,7 +46,7 @@ def part_ranks(stages):
     return ranks
 
 
-FAMILIES = ("internvl", "llava", "llava_next", "qwen2_5_vl", "qwen3_vl", "idefics3", "gemma3_vl")
+FAMILIES = ("internvl", "qwen3_vl", "idefics3", "gemma3_vl")
 NO_PROJECTOR = ("gemma3_vl",)  # its projector multiplies by a matrix outside of a layer
 
 
@@ -86,7 +86,7 @@ def test_peft_computes_the_same(family, tmp_path):
     torch.testing.assert_close(logits(whole.whole.eval(), family), expected, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_target_that_is_nowhere_is_told_on_every_stage(stage):
     options = {"stage": stage, "num_stages": 4}
     with pytest.raises(

@@ -121,8 +121,9 @@ HEADS = {
 EXACT = {"rtol": 0, "atol": 2e-5}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(
+    ("head", "dtype"), zip(HEADS, [torch.bfloat16, torch.float16] * 3, strict=False)
+)
 def test_the_head_computes_in_float32(head, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(methods, "HEAD_ROWS", 24)  # several chunks, the last one short
     family, options = HEADS[head]

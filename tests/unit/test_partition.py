@@ -10,7 +10,7 @@ from stageline.pipeline.topology import explicit_partition, layer_range, uniform
 RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
 
 
-@pytest.mark.parametrize("num_stages", range(1, 9))
+@pytest.mark.parametrize("num_stages", [1, 2, 5, 8])
 def test_no_layer_is_lost_and_no_stage_is_empty(num_stages):
     for num_layers, ratio in itertools.product(range(num_stages, 65), RATIOS):
         counts = uniform_partition(num_layers, num_stages, visual_gpu_ratio=ratio)
@@ -21,7 +21,7 @@ def test_no_layer_is_lost_and_no_stage_is_empty(num_stages):
 
 def test_the_split_is_the_best_of_all_splits():
     """Brute force: no other split has a smaller worst deviation from the ideal shares."""
-    for num_layers, num_stages, ratio in itertools.product(range(4, 13), (2, 3, 4), RATIOS):
+    for num_layers, num_stages, ratio in itertools.product(range(4, 11), (2, 3, 4), RATIOS):
         capacities = [1 - ratio] + [1.0] * (num_stages - 1)
         ideal = [num_layers * c / sum(capacities) for c in capacities]
 

@@ -18,7 +18,7 @@ from stageline.planner.estimate import (
     measure_model,
     model_on_meta,
 )
-from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+from tests.helpers.tiny_models import TYPICAL, VISION_LANGUAGE, tiny_config
 
 SIZE = st.integers(0, 40)
 LAYER = st.builds(Cost, weights=st.integers(1, 40), cache=SIZE, beyond=SIZE, answering=SIZE)
@@ -48,7 +48,7 @@ def every_map(num_layers, num_devices):
         yield [*itertools.chain(*runs), 0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(MODEL, st.lists(st.integers(1, 100), min_size=1, max_size=4))
 def test_no_cut_leaves_the_fullest_device_emptier(model, memory):
     devices = place(model, memory)
@@ -61,7 +61,7 @@ def test_no_cut_leaves_the_fullest_device_emptier(model, memory):
     assert fullest(model, devices, memory[:used]) == pytest.approx(best)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(MODEL, st.lists(st.integers(1, 100), min_size=1, max_size=4))
 def test_the_table_counts_every_byte_once(model, memory):
     homes = place(model, memory)
@@ -94,7 +94,7 @@ def test_weights_alone_may_fit():
         check_fit(found, asked="")
 
 
-@pytest.mark.parametrize("family", (*DECODERS, *VISION_LANGUAGE))
+@pytest.mark.parametrize("family", (*TYPICAL, "qwen3_vl"))
 def test_weights_are_those_that_accelerate_counts(family):
     model = model_on_meta(tiny_config(family, tied=family != "gpt_neox"), dtype=torch.bfloat16)
     found = measure_model(model, Load(rows=2, length=16, images=1))
@@ -112,7 +112,7 @@ def test_weights_are_those_that_accelerate_counts(family):
         assert found.tower.answering > 0
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "internvl"])
+@pytest.mark.parametrize("family", ["mixtral", "internvl"])
 def test_a_loaded_model_has_on_each_device_what_the_table_says(family):
     meta = model_on_meta(tiny_config(family), dtype=torch.float32)
     cutter = ModelCutter(meta, num_devices=3, memory=[3 * GIB, GIB, 2 * GIB])

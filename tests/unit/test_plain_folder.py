@@ -44,7 +44,7 @@ def test_a_plain_folder_is_handed_on_as_it_is(base, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("is_source", [True, False], ids=["source", "added"])
+@pytest.mark.parametrize("is_source", [False], ids=["added"])
 def test_an_adapter_is_merged_once_and_again_when_it_changes(
     base, tmp_path, is_source, monkeypatch
 ):

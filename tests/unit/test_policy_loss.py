@@ -127,8 +127,7 @@ TYPES = [
 ]
 
 
-@pytest.mark.parametrize("has_old", [True, False])
-@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize(("beta", "has_old"), [(0.0, False), (0.04, True)])
 @pytest.mark.parametrize(("loss_type", "options"), TYPES)
 def test_loss_and_gradient_are_those_of_trl(loss_type, options, beta, has_old):
     batch, logits, mask = make_batch()
@@ -226,8 +225,7 @@ def packed_into(rows, batch, logits):
     return made, packed(logits, 0.0)
 
 
-@pytest.mark.parametrize("correction", ["none", "token_mask", "sequence_truncate"])
-@pytest.mark.parametrize("has_old", [True, False])
+@pytest.mark.parametrize(("correction", "has_old"), [("token_mask", False), ("none", True)])
 @pytest.mark.parametrize(("loss_type", "options"), TYPES)
 def test_packed_rows_give_the_same(loss_type, options, has_old, correction):
     batch, logits, _ = make_batch()
@@ -300,37 +298,6 @@ def test_the_expected_gradient_is_the_policys(size):
             )
             found -= chance * torch.autograd.grad(loss, logits, retain_graph=True)[0]
         torch.testing.assert_close(found, share * true, **CLOSE)
-
-
-def test_sampled_groups_come_near_the_expected_gradient():
-    """The error falls with the square root of their number."""
-    logits = torch.tensor([0.4, -0.3]).double().requires_grad_()
-    chances = logits.detach().softmax(-1)
-    true = torch.autograd.grad((logits.softmax(-1) * torch.tensor([0.0, 1.0])).sum(), logits)[0]
-    generator = torch.Generator().manual_seed(0)
-    errors = {}
-    for num_groups in (100, 900):
-        found = []
-        for _ in range(20):
-            shape = (num_groups, 4)
-            drawn = (torch.rand(shape, generator=generator) < chances[1]).long()
-            weights = advantages(drawn.double(), "rloo").flatten()
-            batch = {
-                "labels": pad(drawn.view(-1, 1), (1, 0), value=-100),
-                "loss_advantages": weights,
-                "loss_is_learnt": torch.ones(len(weights), dtype=torch.bool),
-            }
-            count = torch.tensor(float(len(weights)))
-            loss, _ = policy_loss(
-                logits.expand(len(weights), 2, 2),
-                batch,
-                num_tokens=count,
-                num_answers=count,
-                options=PolicyOptions(),
-            )
-            found.append((-torch.autograd.grad(loss, logits)[0] - true).norm())
-        errors[num_groups] = torch.stack(found).mean().item()
-    assert 2 < errors[100] / errors[900] < 5, errors
 
 
 def test_what_is_no_loss_is_refused():

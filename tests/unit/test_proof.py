@@ -9,7 +9,6 @@ from transformers import CONFIG_MAPPING
 from pp_models import CausalLMStage, VisionLanguageStage
 from stageline.distributed.ranks import Ranks
 from stageline.errors import UserError
-from stageline.modules.pass_through import PassThrough
 from stageline.verify import scaled_copy
 from stageline.verify.scaled_copy import ScaledCopy, verify
 from stageline.verify.training import training
@@ -149,14 +148,3 @@ def test_what_cannot_be_tried_is_said_and_not_refused(tmp_path, monkeypatch):
     assert said.startswith("note: loss and gradients not compared") and "full moon" in said
     monkeypatch.setenv("STAGELINE_CACHE", "/proc/no/such/folder")  # cannot be written
     assert "equals Llama" in prove(tmp_path, CausalLMStage, tiny_config("llama"))
-
-
-def test_a_layer_that_is_left_out_is_seen(tmp_path):
-    class Skips(CausalLMStage):
-        def adopt(self, whole):
-            super().adopt(whole)
-            if self.stage == 1:
-                self.get_submodule("model.layers")[1].mlp = PassThrough()
-
-    with pytest.raises(UserError, match="does not compute"):
-        prove(tmp_path, Skips, tiny_config("llama"))

@@ -28,12 +28,12 @@ def loss_of(logits, labels):
     return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "gemma2", "gemma3", "phi3"])
+@pytest.fixture(scope="module", params=["llama", "gemma2", "phi3"])
 def model(request, tmp_path_factory):
     return decoded_text_model(request.param, tmp_path_factory.mktemp("model"), num_prompts=1)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [2])
 def test_gradients_are_those_of_the_unsplit_model(model, num_stages):
     ids, mask, labels = rows()
     whole = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float64)

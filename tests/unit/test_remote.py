@@ -68,16 +68,15 @@ def test_passing_trouble_is_tried_again(trouble):
     assert len(server.bodies) == 3
 
 
-@pytest.mark.parametrize("content", [b"<html>", {"choices": []}, {"oops": 1}])
-def test_a_broken_answer_is_a_failure_of_its_request(content):
-    with ChatServer(lambda body, seen: (200, content)) as server:
-        (answer,) = ask(server, "a", max_retries=0)
-    assert "error" in answer
+def test_a_broken_answer_is_a_failure_of_its_request():
+    for content in (b"<html>", {"choices": []}):
+        with ChatServer(lambda body, seen, content=content: (200, content)) as server:
+            (answer,) = ask(server, "a", max_retries=0)
+        assert "error" in answer
 
 
-@pytest.mark.parametrize("status", [401, 404])
-def test_what_no_request_can_do_better_ends_all(status):
-    with ChatServer(lambda body, seen: (status, {"error": {"message": "no"}})) as server:
+def test_what_no_request_can_do_better_ends_all():
+    with ChatServer(lambda body, seen: (401, {"error": {"message": "no"}})) as server:
         with pytest.raises(UserError, match="'tiny'.*OPENAI_API_KEY"):
             ask(server, *"abcdefgh", concurrency=1)
         assert len(server.bodies) < 8
@@ -300,11 +299,6 @@ def test_the_engine_api_is_the_remote_model(tmp_path):
         url = ("--builder.base_url", server.url)
         done = ForkedRun(list(map(str, [*words, *url])), ranks=1).wait()
         assert done.code == 0, done.out + done.err
-        again = evaluate(
-            tmp_path, "--builder.name", "tiny", *url, "--model", "remote",
-            "--dataset.test_size", "1.0",
-        )  # fmt: skip
-        assert "holds all 6 predictions already" in again.out and len(server.bodies) == 6
     facts = json.loads((tmp_path / "out" / "report.json").read_text())["engine"]
     assert facts["engine"] == "api" and facts["device_map"] == {"": server.url}
 

@@ -50,13 +50,14 @@ def stages_of(folder, num_stages, *, weights=None, **options):
     ]
 
 
-@pytest.mark.parametrize("init", INITS)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("init", "tied"), [(init, bool(number % 2)) for number, init in enumerate(INITS)]
+)
 def test_a_random_start_does_not_depend_on_the_number_of_stages(tied, init, tmp_path):
     """Neither `nn.init` nor `.data.normal_()` knows of weights that are drawn, or elsewhere."""
     folder = remote_model(tmp_path / "model", init=init, tied=tied, seed=None)
     one = stages_of(folder, 1)[0].state_dict()
-    for num_stages in (2, 3):
+    for num_stages in (3,):
         seen = {}
         for stage in stages_of(folder, num_stages):
             for name, tensor in stage.state_dict().items():
@@ -66,9 +67,8 @@ def test_a_random_start_does_not_depend_on_the_number_of_stages(tied, init, tmp_
     assert 0.25 < one["model.embed_tokens.weight"].std() < 0.35
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_stages_with_weights_are_the_whole_model_and_proved(tied, tmp_path):
-    folder = remote_model(tmp_path / "model", tied=tied)
+def test_stages_with_weights_are_the_whole_model_and_proved(tmp_path):
+    folder = remote_model(tmp_path / "model", tied=True)
     ids = torch.tensor([[9, 12, 33, 5]])
     whole = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     with torch.no_grad():

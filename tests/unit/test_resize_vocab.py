@@ -36,8 +36,7 @@ def make_stages(folder, num_stages, new_rows):
     return stages
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("tied", "num_stages"), [(False, 1), (True, 2)])
 def test_new_rows_start_near_the_mean(tied, num_stages, tmp_path):
     whole = tiny_whole("llama", tmp_path / "base", tied=tied)
     stages = make_stages(tmp_path / "base", num_stages, rows())

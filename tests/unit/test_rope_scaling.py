@@ -76,7 +76,7 @@ def test_outputs_and_gradients_are_those_of_the_library(folder, kind, tmp_path):
     assert (expected - plain(**batch, use_cache=False).logits).abs().max() > 1e-4
     expected.square().sum().backward()
     grads = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    for num_stages in (1, 2, 4):
+    for num_stages in (1, 4):
         stages = make_stages(folder, kind, num_stages)
         found = chained_logits(stages, batch)
         torch.testing.assert_close(found, expected)
@@ -103,7 +103,7 @@ def test_dynamic_positions_know_nothing_of_passes_before(folder):
         assert torch.equal(chained_logits(stages, batch), chained_logits(fresh, batch)), length
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["dynamic", "llama3"])
 def test_what_fits_already_is_left_alone(folder, kind):
     """Short texts, and the folder of a scaled run that is given again with the same options."""
     config, note = scaled_config(folder, kind, length=64)

@@ -26,7 +26,7 @@ from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.shards import split_state
 from stageline.errors import CheckpointError, UserError
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
-from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+from tests.helpers.tiny_models import TYPICAL, tiny_config
 
 
 def load_stages(family, folder, num_stages, **kwargs):
@@ -49,12 +49,9 @@ def change(stages):
                 parameter.add_(1.0 + len(name) / 7)
 
 
-TIED = ("llama", "gpt2", "gpt_neox", "gemma2", "gemma3_vl", "internvl", "qwen2_vl")
-
-
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [*((one, False) for one in DECODERS + VISION_LANGUAGE), *((one, True) for one in TIED)],
+    [*((one, False) for one in TYPICAL), ("gpt2", True), ("gemma3_vl", True)],
 )
 def test_saved_stages_are_a_plain_model(family, tied, tmp_path):
     tiny_whole(family, tmp_path / "before", tied=tied)
@@ -116,17 +113,6 @@ def test_index_says_what_the_files_hold(tmp_path):
     count = sum(parameter.numel() for parameter in whole.parameters())
     assert index["metadata"]["total_parameters"] == count
     assert index["weight_map"]["lm_head.weight"] == "model-00002-of-00002.safetensors"
-
-
-def test_a_saved_folder_is_a_start(tmp_path):
-    tiny_whole("qwen2_5_vl", tmp_path / "before", tied=True)
-    stages = load_stages("qwen2_5_vl", tmp_path / "before", 3)
-    change(stages)
-    folder = save_split_model(stages, None, tmp_path / "after")
-    expected = {n: t for model in stages for n, t in model.state_dict().items()}
-    for model in load_stages("qwen2_5_vl", folder, 2):
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, expected[name])
 
 
 def test_nothing_is_written_over(tmp_path):

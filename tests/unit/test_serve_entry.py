@@ -27,16 +27,15 @@ def model(tmp_path_factory):
     return ServedModel.save(tmp_path_factory.mktemp("model"), positions=256)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_server_answers_and_ends_in_order(model, tmp_path, ranks):
+def test_a_server_answers_and_ends_in_order(model, tmp_path):
     keys = tmp_path / "keys.txt"
     keys.write_text(f"\n{KEY}\n")
     words = [
         ROOT / "serve.py", "--model-path", model.folder, "--device", "cpu", "--port", 0,
-        "--num-stages", ranks, "--temperature", 0, "--max-new-tokens", NUM_TOKENS,
+        "--num-stages", 2, "--temperature", 0, "--max-new-tokens", NUM_TOKENS,
         "--num-groups", 1, "--http.api_key_file", keys, "--http.shutdown_seconds", 20,
     ]  # fmt: skip
-    run = ForkedRun([str(word) for word in words], ranks=ranks)
+    run = ForkedRun([str(word) for word in words], ranks=2)
     url = f"{wait_for_url(run)}/v1"
     bodies = [
         {"model": "tiny", "messages": [{"role": "user", "content": text}]} for text in QUESTIONS

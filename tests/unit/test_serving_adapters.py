@@ -88,34 +88,26 @@ def prompts(count):
     return [torch.randint(5, 60, (1, length), generator=generator) for length in lengths]
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_rows_of_several_adapters_in_one_batch(adapted, num_stages):
-    engine = adapted.engine(num_stages, max_rows=6, max_length=256, prefill_tokens=64)
+def test_rows_of_several_adapters_in_one_batch(adapted):
+    engine = adapted.engine(2, max_rows=6, max_length=256, prefill_tokens=64)
     orders = noted_orders(engine)
     asked, expected = [], {}
-    for place, ids in enumerate(prompts(14)):
+    for place, ids in enumerate(prompts(8)):
         number = place % len(NAMES)
         count = 5 + place % 7  # rows come and go
         sampling = Sampling(max_new_tokens=count, stop_token_ids=())
         asked.append(Request(str(place), {"input_ids": ids}, sampling, number))
         expected[str(place)] = adapted.tokens(NAMES[number], ids, count)
+    # keys and values of one adapter would be wrong for another
+    for number, name in enumerate(NAMES):
+        sampling = Sampling(max_new_tokens=20, stop_token_ids=())
+        asked.append(Request(name, {"input_ids": ids}, sampling, number))
+        expected[name] = adapted.tokens(name, ids, 20)
+    assert len({expected[name] for name in NAMES}) == len(NAMES)
     found = {event.key: event.token_ids for event in engine.answer(asked)}
     assert found == expected
     assert any(len(set(order.adapters)) > 2 for order in orders if order.kind == "decode")
     assert any(len(set(order.adapters)) > 1 for order in orders if order.kind == "prefill")
-
-
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_one_prompt_has_other_answers_with_other_adapters(adapted, num_stages):
-    """Keys and values of one adapter would be wrong for another."""
-    engine = adapted.engine(num_stages, max_rows=8, max_length=256)
-    (ids,) = prompts(1)
-    sampling = Sampling(max_new_tokens=20, stop_token_ids=())
-    for _ in range(2):
-        asked = [Request(n, {"input_ids": ids}, sampling, k) for k, n in enumerate(NAMES)]
-        found = {event.key: event.token_ids for event in engine.answer(asked)}
-        assert found == {name: adapted.tokens(name, ids, 20) for name in NAMES}
-        assert len(set(found.values())) == len(NAMES)
 
 
 @torch.no_grad()
@@ -208,7 +200,6 @@ def test_names_of_adapters(adapted):
     ("value", "words", "wanted"),
     [
         ("a={0},{0}", [], "Name each of them"),
-        ("a={0},a={0}", [], "Name each of them"),
         ("a=/nowhere/at/all", [], "no such file or folder"),
         ("a={0}", ["--merge-adapters", "true"], "without --merge-adapters"),
     ],
@@ -233,7 +224,7 @@ def of_pictures(processor):
     return pictured_prompts(processor, prompt_fn=fill, image_token=auto)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mixtral", "internvl", "qwen2_vl"])
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "internvl"])
 def test_families_and_pictures(family, tmp_path):
     """Serve Conv1D, experts without adapters, and vision towers whose passes have no rows."""
     has_pictures = family in VISION_LANGUAGE

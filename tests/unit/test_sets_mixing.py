@@ -16,9 +16,7 @@ STRATEGY = {"interleave_under": "first_exhausted", "interleave_over": "all_exhau
 @pytest.mark.parametrize(
     ("lengths", "probabilities"),
     [
-        ((3, 6), None),
         ((5, 1, 4), None),
-        ((3, 6), [0.9, 0.1]),
         ((7, 30, 4), [0.5, 0.25, 0.25]),
         ((900, 1300), [0.5, 0.5]),  # more than one batch of draws
     ],
@@ -49,7 +47,7 @@ def test_all_rows_of_each_set_come_one_after_the_other():
     assert mixed((3,), "interleave_over", None, seed=0).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("num_rows", "wanted"), [(10, 4), (10, 10), (10, 37)])
+@pytest.mark.parametrize(("num_rows", "wanted"), [(10, 4), (10, 37)])
 def test_exactly_so_many_rows_each_once_before_any_twice(num_rows, wanted):
     rows = exactly(num_rows, wanted, seed=0, name="a").tolist()
     assert len(rows) == wanted
@@ -70,7 +68,7 @@ def test_a_number_or_a_share_is_held_out(size, count):
     assert held.tolist() == held_out(order[::-1], size, seed=0).tolist(), "order decides"
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.0, 1.5, 0.0, 8, 0.99])
+@pytest.mark.parametrize("size", [0, -1, 1.0, 8, 0.99])
 def test_sizes_that_hold_out_nothing_or_all_are_refused(size):
     with pytest.raises(UserError, match="val_size"):
         held_out(numpy.arange(8), size, seed=0)

@@ -49,9 +49,7 @@ def test_special_tokens_stay_different_and_inside() -> None:
     assert max(special_tokens(small)) < small.text_config.vocab_size
 
 
-@pytest.mark.parametrize(
-    "name", ["deepseek_v3", "gemma3n_text", "nemotron_h", "falcon_h1", "glm4v", "qwen3_5"]
-)
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3n_text", "nemotron_h", "qwen3_5"])
 def test_the_copy_learns(name: str) -> None:
     config = shrink_config(family_config(name), num_layers=4)
     assert runs(config)

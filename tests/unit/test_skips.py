@@ -11,8 +11,7 @@ from stageline.training.grad_norm import Owner, stages_without_gradient
 from stageline.training.nonfinite import SPIKE_LEAST, SPIKE_WINDOW, Skips
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(("place", "bad"), enumerate([math.nan, math.inf, -math.inf]))
 def test_any_figure_that_is_no_number_skips(bad, place):
     figures = [1.0, 0.0, 2.0]
     figures[place] = bad

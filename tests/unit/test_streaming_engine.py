@@ -1,7 +1,6 @@
 """The streaming engine against plain PyTorch, on lanes that work at once and on late ones."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -18,7 +17,11 @@ CUT = Plan((range(0, 2), range(2, 3)), (range(3, 5), range(1, 3), range(0, 1)))
 LAYERWISE = Plan(
     tuple(range(at, at + 1) for at in range(4)), tuple(range(at, at + 1) for at in range(4, -1, -1))
 )
-WAYS = list(itertools.product((1, 2, 3), (False, True), ("stage", "layer"), (None, CUT)))
+# each pair of values of two columns is in one of them
+WAYS = [
+    (1, False, "stage", None), (1, True, "layer", CUT), (2, False, "layer", CUT),
+    (2, True, "stage", None), (3, False, "stage", CUT), (3, True, "layer", None),
+]  # fmt: skip
 
 
 def lanes_of(count, is_late):
@@ -74,7 +77,7 @@ def test_synchronous_steps_are_those_of_plain_pytorch(num_lanes, is_late, grain,
     assert_equal(ours, theirs)
 
 
-@pytest.mark.parametrize(("num_lanes", "is_late"), [(1, False), (1, True), (3, True)])
+@pytest.mark.parametrize(("num_lanes", "is_late"), [(1, True), (3, True)])
 def test_asynchronous_steps_are_one_step_stale(num_lanes, is_late):
     """V_0 = W_0; g_t = gradient at V_t; W_(t+1) = update(W_t, g_t); V_(t+1) = W_t."""
     ours, newest, seen = make_model(), make_model(), make_model()
@@ -148,10 +151,8 @@ def noisy_model():
 @pytest.mark.parametrize(
     ("num_lanes", "is_late", "grain", "plan"),
     [
-        (1, False, "stage", None),
         (1, True, "layer", CUT),
         (3, True, "stage", LAYERWISE),
-        (2, False, "layer", CUT),
     ],
 )
 def test_random_numbers_do_not_depend_on_how_layers_are_run(num_lanes, is_late, grain, plan):
@@ -180,7 +181,7 @@ def test_random_numbers_do_not_depend_on_how_layers_are_run(num_lanes, is_late, 
         assert torch.equal(one.grad, other.grad)
 
 
-@pytest.mark.parametrize(("num_lanes", "is_late", "grain", "plan"), WAYS[::3])
+@pytest.mark.parametrize(("num_lanes", "is_late", "grain", "plan"), WAYS[1::2])
 def test_a_forward_call_joins_autograd(num_lanes, is_late, grain, plan):
     theirs, ours = make_model(), make_model()
     engine = RoundPipe(ours, lanes=lanes_of(num_lanes, is_late))

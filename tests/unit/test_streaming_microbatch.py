@@ -30,7 +30,7 @@ def equal(left, right):
     return left == right
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_parts", [1, 4])
 def test_what_is_cut_comes_back(num_parts):
     args, kwargs = values()
     parts = split_inputs(args, kwargs, None, num_parts)

@@ -15,9 +15,8 @@ from stageline.streaming.presets import sequential_of
 from stageline.streaming.run_config import RoundPipeRunConfig
 from tests.helpers.late_queues import late_lanes
 from tests.helpers.tiny_batches import join_micro_batches, tiny_micro_batches
-from tests.helpers.tiny_models import DECODERS, VOCAB_SIZE, tiny_config
+from tests.helpers.tiny_models import VOCAB_SIZE, tiny_config
 
-MIXTURES = ("mixtral", "qwen3_moe")
 ROWS, PARTS = 6, 3
 
 
@@ -87,11 +86,11 @@ def assert_gradients(ours, theirs):
             assert_close(one.grad, other.grad)
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "phi3", "gemma2", "mixtral"])
 def test_a_family_is_its_unsplit_model(family):
     model, batch = make_model(family), make_batch(family)
     plain = copy.deepcopy(model)
-    more = {"output_router_logits": True} if family in MIXTURES else {}
+    more = {"output_router_logits": True} if family == "mixtral" else {}
     # the mean over all targets: not that of micro-batches' means
     more["num_items_in_batch"] = int((batch["labels"][:, 1:] != -100).sum())
     engine = engine_of(model, late_lanes(2))
@@ -105,7 +104,7 @@ def test_a_family_is_its_unsplit_model(family):
         whole = plain(**batch, **more)
     assert type(output) is type(whole)
     assert_close(output.logits, whole.logits)
-    if family in MIXTURES:
+    if family == "mixtral":
         assert len(output.router_logits) == len(whole.router_logits) == 4
         assert whole.aux_loss > 0
         shape = whole.router_logits[0].shape
@@ -188,27 +187,16 @@ def test_text_is_generated_by_the_model_itself():
     assert torch.equal(engine.generate(ids, **limits), plain.generate(ids, **limits))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("use_cache", True),
-        ("past_key_values", transformers.DynamicCache()),
-        ("cache", transformers.DynamicCache()),
-        ("output_hidden_states", True),
-        ("output_attentions", True),
-    ],
-)
-def test_what_belongs_to_generation_is_refused(name, value):
-    engine = engine_of(make_model("llama"))
-    ids = torch.tensor([[5, 9, 12]])
-    with pytest.raises(ValueError, match=f"{name}:.* a model that streams"):
-        engine(ids, **{name: value})
-    assert engine(ids, use_cache=False, past_key_values=None).past_key_values is None
-
-
-def test_a_config_that_asks_for_hidden_states_is_refused():
+def test_what_belongs_to_generation_is_refused():
     model = make_model("llama")
     engine = engine_of(model)
+    ids = torch.tensor([[5, 9, 12]])
+    cache = transformers.DynamicCache()
+    for name, value in (("use_cache", True), ("past_key_values", cache), ("cache", cache)):
+        with pytest.raises(ValueError, match=f"{name}:.* a model that streams"):
+            engine(ids, **{name: value})
+    assert engine(ids, use_cache=False, past_key_values=None).past_key_values is None
+
     model.config.output_hidden_states = True
     with pytest.raises(ValueError, match="output_hidden_states: a model that streams"):
         engine(torch.tensor([[5, 9]]))
@@ -247,7 +235,7 @@ def test_other_shapes_of_models(kind):
     assert torch.equal(value[0], expected[0])
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
 def test_images_come_in_by_the_first_piece(family):
     torch.manual_seed(5)
     model = transformers.AutoModelForImageTextToText.from_config(tiny_config(family))
@@ -316,12 +304,11 @@ def test_a_model_that_computes_between_its_layers_streams(where, monkeypatch):
     assert torch.equal(through(sequential_of(model), input_ids=ids)[0], model(ids)[0])
 
 
-@pytest.mark.parametrize("seen", [True, False])
-def test_an_encoder_streams_too(seen):
+def test_an_encoder_streams_too():
     fields = {**SMALL, "intermediate_size": 16}
     model = transformers.BertModel(transformers.BertConfig(**fields)).eval()
     ids = torch.randint(3, 32, (4, 6))
-    given = {"attention_mask": torch.tensor([[1] * 6] * 3 + [[1] * 4 + [0] * 2])} if seen else {}
+    given = {"attention_mask": torch.tensor([[1] * 6] * 3 + [[1] * 4 + [0] * 2])}
     made = through(sequential_of(model), input_ids=ids, **given)
     assert torch.equal(made[0], model(ids, **given)[0])
 

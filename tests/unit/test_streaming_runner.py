@@ -113,7 +113,7 @@ def make_optimizer(parameters):
     return torch.optim.AdamW(optimizer_groups(parameters, weight_decay=0.1), lr=1e-2, eps=1e-6)
 
 
-def train(runner, family, num_steps=3):
+def train(runner, family, num_steps=2):
     """Train; return the records of each step and of an evaluation, and all weights."""
     last = runner.local.models[-1]
     loss_fn = sft
@@ -150,12 +150,8 @@ def streamed(stages, **options):
 
 
 CASES = {
-    "llama": ("llama", {}, {}),
-    "lora": ("llama", {}, LORA),
     "recomputed": ("llama", {}, {"recomputes": True, "chunk": 3}),
-    "nf4": ("llama", {}, {**LORA, "quantization": Quantization("nf4"), "chunk": 3}),
-    "nf4 double": ("llama", {}, {**LORA, "quantization": Quantization("nf4", double=True)}),
-    "int8": ("llama", {}, {**LORA, "quantization": Quantization("int8")}),
+    "lora": ("llama", {}, {**LORA, "quantization": Quantization("nf4", double=True)}),
     "experts": ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.5}, {}),
     "deepstack": ("qwen3_vl", {}, {}),
     "images": ("llava", {}, {"frozen_vit": True}),
@@ -172,19 +168,16 @@ KINDS = {
 # bitsandbytes is wrong on a CPU below 64 columns
 SIZES = {"hidden_size": 64, "intermediate_size": 64}
 FAMILIES = {"mixtral": SIZES, "gpt_oss": SIZES, "qwen3_moe": {**SIZES, "moe_intermediate_size": 64}}
-CASES |= {
+CASES |= {  # each family, type of values and product once
     f"{family} {kind} {experts}": (
         family,
         FAMILIES[family],
         {**EXPERT_LORA, "quantization": KINDS[kind], "experts": experts, "recomputes": recomputes},
     )
     for family, kind, experts, recomputes in (
-        ("mixtral", "nf4 double", "eager", False),
         ("mixtral", "int8", "grouped_mm", False),
         ("gpt_oss", "nf4", "grouped_mm", True),
-        ("gpt_oss", "int8", "eager", False),
-        ("qwen3_moe", "nf4", "eager", False),
-        ("qwen3_moe", "nf4 double", "grouped_mm", True),
+        ("qwen3_moe", "nf4 double", "eager", False),
     )
 }
 
@@ -203,8 +196,7 @@ def test_equals_the_pipeline_to_the_bit(case, tmp_path):
     assert len(set(losses)) == len(losses), "nothing was learnt"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize(("kind", "family"), [("int8", "llama"), ("nf4", "qwen3_moe")])
 def test_a_few_bit_layer_takes_its_packed_bytes(kind, family, tmp_path):
     sizes = {**FAMILIES["qwen3_moe"], "vocab_size": 512}
     save_whole(family, tmp_path, **(sizes if family == "qwen3_moe" else {}))
@@ -263,15 +255,19 @@ def test_kept_bits_stream_to_the_bits_of_a_dequantized_run(tmp_path):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """Return a folder with weights, and what the pipeline makes of them."""
+    """Return a folder with weights."""
     folder = tmp_path_factory.mktemp("llama")
     save_whole("llama", folder)
     return folder
 
 
+@functools.cache
+def on_a_pipeline(folder):
+    return train(pipeline(stages_of("llama", folder, **LORA)), "llama")
+
+
 WAYS = {
     "layer by layer": {"plan": even_plan(NUM_STAGES, 3), "by_layer": True},
-    "all at once": {"plan": None},
     "three late lanes": {"lanes": late_lanes(3), "plan": None},
     "other cuts": {"plan": Plan((range(3),), (range(3, 4), range(2, 3), range(2)))},
     "budget": {"lanes": [Lane.cpu(budget=80_000)], "plan": None},
@@ -280,9 +276,9 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_neither_plan_nor_devices_change_a_bit(way, llama):
-    expected = train(pipeline(stages_of("llama", llama, **LORA)), "llama", num_steps=2)
+    expected = on_a_pipeline(llama)
     runner = streamed(stages_of("llama", llama, **LORA), **WAYS[way])
-    made = train(runner, "llama", num_steps=2)
+    made = train(runner, "llama")
     assert made[:2] == expected[:2]
     assert all(torch.equal(made[2][name], expected[2][name]) for name in expected[2])
     if way == "budget":
@@ -314,7 +310,7 @@ def test_a_stale_step_is_that_of_the_written_rule(llama):
     optimizer = make_optimizer(newest)
     count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     expected = []
-    for step in range(4):
+    for step in range(3):
         whole.load_state_dict(seen[step])
         whole.zero_grad()
         for batch in batches:
@@ -331,7 +327,7 @@ def test_a_stale_step_is_that_of_the_written_rule(llama):
             group["lr"] = 1e-2 / (1 + step)
         optimizer.step()
         seen.append({name: p.detach().clone() for name, p in newest.items()})
-    told, _, weights = train(streamed(stages_of("llama", llama), stale=True), "llama", num_steps=4)
+    told, _, weights = train(streamed(stages_of("llama", llama), stale=True), "llama", num_steps=3)
     sums = [sum(expected[at : at + len(batches)]) for at in range(0, len(expected), len(batches))]
     assert [loss for loss, *_ in told] == pytest.approx(sums, rel=1e-5)
     assert sums[0] == sums[1] != sums[2]
@@ -347,7 +343,7 @@ def test_a_skipped_step_leaves_nothing_behind(stale, llama):
         return sft(logits, batch, num_targets=num_targets) * factor[0]
 
     results = []
-    for factors in ((1.0, 1.0, 1.0), (1.0, float("nan"), 1.0, 1.0)):
+    for factors in ((1.0, 1.0), (1.0, float("nan"), 1.0)):
         runner = streamed(stages_of("llama", llama), stale=stale)
         train_step = TrainStep(
             runner,
@@ -365,20 +361,16 @@ def test_a_skipped_step_leaves_nothing_behind(stale, llama):
         assert torch.equal(results[1][name], parameter), name
 
 
-def test_a_budget_that_is_too_small_is_told_before_a_step(llama):
-    lanes = [Lane.cpu(budget=40_000)]
-    for plan, words in ((None, "layer 0 needs"), (even_plan(NUM_STAGES, 4), "stages 0 to 3")):
-        with pytest.raises(ValueError, match=words):
-            streamed(stages_of("llama", llama), lanes=lanes, plan=plan).check_plan(2)
-
-
 def test_a_budget_that_just_fits_is_taken(llama):
     costs = costs_of(streamed(stages_of("llama", llama)).pipe._hosted_layers)
     needed = sum(cost.backward_bytes for cost in costs)
+    with pytest.raises(ValueError, match="layer 0 needs"):
+        lanes = [Lane.cpu(budget=40_000)]
+        streamed(stages_of("llama", llama), lanes=lanes, plan=None).check_plan(2)
     for budget, is_enough in ((needed, True), (needed - 1, False)):
         plan = even_plan(NUM_STAGES, NUM_STAGES)
         runner = streamed(stages_of("llama", llama), lanes=[Lane.cpu(budget=budget)], plan=plan)
-        refused = pytest.raises(ValueError, match="are allowed")
+        refused = pytest.raises(ValueError, match="stages 0 to 3.*are allowed")
         with contextlib.nullcontext() if is_enough else refused:
             runner.check_plan(2)
 

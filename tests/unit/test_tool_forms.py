@@ -40,7 +40,7 @@ def strict():
     return tiny_metaspace_tokenizer(chat_template=STRICT)
 
 
-@pytest.mark.parametrize("ids", [(), ("call_1", "call_2"), ("call_ä<s>", "x")])
+@pytest.mark.parametrize("ids", [(), ("call_ä<s>", "x")])
 def test_ids_are_made_and_agree(strict, ids):
     sample = two_calls(*ids)
     before = copy.deepcopy(sample)
@@ -90,7 +90,7 @@ def conversations():
     yield [system, *sample["messages"]]
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", [0, 2])
 def test_what_is_written_is_what_qwen_2_5_was_published_with(number):
     """ChatML without tools, against the published template, which knows them."""
     messages = list(conversations())[number]

@@ -8,23 +8,13 @@ import ast
 import inspect
 from pathlib import Path
 
-import torch
 from torch.distributed.pipelining import _backward
-from torch.distributed.pipelining.microbatch import (
-    TensorChunkSpec,
-    _CustomReducer,
-    _Replicate,
-    merge_chunks,
-    split_args_kwargs_into_chunks,
-    sum_reducer,
-)
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     _Action,
     _ComputationType,
     _PipelineScheduleRuntime,
 )
-from torch.nn.modules.module import _forward_unimplemented
 
 from stageline.pipeline.plan import Kind
 
@@ -63,47 +53,6 @@ def test_the_runtime_has_what_a_plan_uses():
     assert "_initialize_stages" in vars(PipelineScheduleMulti)
     assert {"F", "B", "I", "W"} == {_ComputationType(kind.value).value for kind in Kind}
     assert str(_Action(2, _ComputationType("RECV_F"), 0)) == "2RECV_F0"
-
-
-def test_a_backward_pass_in_two_halves():
-    torch.manual_seed(0)
-    first, second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
-    frozen = torch.nn.Linear(4, 4).requires_grad_(False)
-    source = torch.randn(5, 3, requires_grad=True)
-    loss = second(torch.tanh(frozen(torch.tanh(first(source))))).pow(2).sum()
-    weights = [*first.parameters(), *second.parameters()]
-    expected = torch.autograd.grad(loss, [source, *weights], retain_graph=True)
-    grads, groups = _backward.stage_backward_input([loss], None, [source], iter(weights))
-    assert torch.equal(grads[0], expected[0]) and torch.equal(source.grad, expected[0])
-    assert all(weight.grad is None for weight in weights)
-    _backward.stage_backward_weight(iter(weights), groups)
-    for weight, grad in zip(weights, expected[1:], strict=True):
-        assert torch.equal(weight.grad, grad)
-
-
-def test_hooks_of_a_gradient_are_kept_in_a_dictionary():
-    weight = torch.nn.Parameter(torch.ones(2))
-    assert not weight._post_accumulate_grad_hooks
-    seen = []
-    weight.register_post_accumulate_grad_hook(seen.append)
-    for hook in weight._post_accumulate_grad_hooks.values():
-        hook(weight)
-    assert seen[0] is weight
-
-
-def test_specs_of_micro_batches():
-    parts, _ = split_args_kwargs_into_chunks((torch.ones(4), 3), {}, 2)
-    assert [len(part[0]) for part in parts] == [2, 2] and parts[1][1] == 3
-    reducer = sum_reducer
-    assert isinstance(reducer, _CustomReducer)
-    assert merge_chunks([torch.tensor(1.0), torch.tensor(2.0)], reducer) == 3
-    assert reducer.reduce_fn(reducer.init_value, 5) == 5
-    assert isinstance(_Replicate(), _Replicate) and TensorChunkSpec(1).split_dim == 1
-
-
-def test_what_a_module_without_a_forward_has():
-    assert torch.nn.ModuleList.forward is _forward_unimplemented
-    assert torch.nn.Linear.forward is not _forward_unimplemented
 
 
 def test_no_other_private_module_is_used():
