@@ -277,7 +277,7 @@ BUDGET = {
     "pipeline": ("stageline/pipeline/", 2000, 2000),
     "modules": ("stageline/modules/", 3900, 4209),
     "streaming": ("stageline/streaming/", 3000, 3000),
-    "training": ("stageline/training/", 5050, 5290),
+    "training": ("stageline/training/", 5050, 5276),
     "checkpoint": ("stageline/checkpoint/", 4700, 4750),
     "data": ("stageline/data/", 7600, 7600),
     "corpus": ("stageline/corpus/", 3800, 3800),

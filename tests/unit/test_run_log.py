@@ -19,7 +19,7 @@ from stageline.training.run_log import RunLog, StepRecord
 
 @pytest.fixture(autouse=True)
 def undrawn(request, monkeypatch):
-    """Draw curves, which take a second each, where they are looked at alone."""
+    """Curves take a second each: only where a test looks at them."""
     if "curve" not in request.node.name:
         monkeypatch.setattr(RunLog, "draw", Mock())
 
