@@ -376,10 +376,8 @@ class TrainingParts:
             is_whole = point.base is None
             weights = str(point.folder) if is_whole else run.model_path or point.base
             processor = processor or run.model_path or run.config_path
-        ranks, builder = (
-            Ranks.of(context.pp_group),
-            stage_builder(self.config, images=data.processor),
-        )
+        ranks = Ranks.of(context.pp_group)
+        builder = stage_builder(self.config, images=data.processor)
         is_known = builder.check_names(self.stages_here, ranks=ranks, checkpoint=weights)
         source: dict[str, Any] = {"weights": weights, "processor": processor, "is_whole": is_whole}
         stages = [self._build_stage(stage, point, **source) for stage in self.stages_here]

@@ -223,9 +223,9 @@ class Placement:
             peaks = [rank.peak for rank in memory]
             return self.overshoot(memory), max(peaks), sum(peaks)
 
-        rng, best = random.Random(0), start
+        rng, best, least = random.Random(0), start, overfill(start)
         for attempt in range(FIT_ATTEMPTS):
-            excess, _, total = overfill(best)
+            excess, _, total = least
             if not excess or total > 1.2 * sum(self.capacities or ()):
                 break
             near = list(best)
@@ -233,7 +233,9 @@ class Placement:
                 if near[giver] > 1:
                     near[giver] -= 1
                     near[taker] += 1
-            best = min(best, improved(near, overfill, most_values=FIT_VALUES), key=overfill)
+            found = improved(near, overfill, most_values=FIT_VALUES)
+            if (value := overfill(found)) < least:
+                best, least = found, value
         return best
 
     def _chain(self, value: StageValue) -> list[int]:

@@ -282,7 +282,7 @@ BUDGET = {
     "data": ("stageline/data/", 7600, 7600),
     "corpus": ("stageline/corpus/", 3800, 3800),
     "inference": ("stageline/inference/", 5200, 5155),
-    "planner": ("stageline/planner/", 1925, 1979),
+    "planner": ("stageline/planner/", 1925, 1981),
     "serving": ("stageline/serving/", 2600, 2600),
     "evaluation": ("stageline/evaluation/ stageline/plotting/", 1850, 1850),
     "verify": ("stageline/verify/", 1900, 1900),
