@@ -299,7 +299,8 @@ def all_runs(num_ranks, with_torchs):
 
 
 # Two ranks have all schedules and variants, on rows of unequal lengths; full training has each kind
-# of rows. Four are the deeper pipeline, and a variant gets the rows that are hardest for it
+# of rows. With four ranks the pipeline is deeper, and a variant gets the rows that are hardest
+# for it
 ON_FOUR = [
     ("full", "own"),
     ("full", "packed"),
