@@ -43,7 +43,12 @@ assert torch.accelerator.is_available() or "STAGELINE_PYTHON" in os.environ
 PY
 }
 
-stageline_pip() { "$PYTHON" -m pip install -qq --disable-pip-version-check "$@"; }
+# Python compiles what it imports, far less than pip would compile; pip does where Python may not.
+stageline_pip() {
+    local compile=--no-compile
+    [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || compile=--compile
+    "$PYTHON" -m pip install -qq --disable-pip-version-check "$compile" "$@"
+}
 
 stageline_install_torch() {
     local torch="${STAGELINE_TORCH:-torch==2.13.0}"
@@ -135,6 +140,7 @@ stageline_make_venv() {
         "$base" -m venv "$VENV"
         stageline_install_torch
     fi
+    stageline_pip --upgrade pip || true # the one that came with Python takes twice as long
     stageline_say "installing what training needs"
     stageline_install "$@"
     stageline_pip --constraint "$VENV/torch.txt" setuptools

@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
-# Sets up and runs the checks: style, prose, types, tests. Arguments go to pytest; types are left out then.
+# Sets up and runs the checks: style, prose, types, tests. With arguments, which go to pytest, only style.
 #   bash scripts/test.sh                  # without the tests of tests/slow.txt
 #   bash scripts/test.sh --all            # with them, for an NPU, and with lesser kernels
 #   bash scripts/test.sh tests/unit -k lora
 #
 # STAGELINE_TEST_WORKERS   processes that run tests, one file at a time each (default: 3)
+unset PYTHONDONTWRITEBYTECODE # some tests start Python many times
 STAGELINE_PURPOSES=dev source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 "$PYTHON" -m ruff check "$ROOT" --config "$ROOT/pyproject.toml"
 "$PYTHON" -m ruff format --check --quiet "$ROOT" --config "$ROOT/pyproject.toml"
-"$PYTHON" "$ROOT/tools/prose.py" --check
-unset PYTHONDONTWRITEBYTECODE # some tests start Python many times
 # many ranks of small models run on the CPU on every machine; tests/gpu as an argument runs on GPUs
 case "$*" in *tests/gpu*) ;; *) export CUDA_VISIBLE_DEVICES="" ;; esac
 run_tests() {
@@ -34,6 +33,7 @@ if [ $# -gt 0 ]; then
     exit
 fi
 
+check_prose() { "$PYTHON" "$ROOT/tools/prose.py" --check; }
 check_types() { (cd "$ROOT" && "$PYTHON" -m mypy); }
 run_on_cards() { with_cards run_tests ${SLOW[@]+"${SLOW[@]}"} "$ROOT/tests/gpu"; }
 # the same code on a kind of device outside torch itself, such as that of torch_npu
@@ -67,7 +67,7 @@ run_other_transformers() {
 # seven seconds for its imports. Their output comes last.
 beside() {
     local check failed=""
-    for check in check_types run_on_cards run_other_transformers ${WIDER[@]+"${WIDER[@]}"}; do
+    for check in check_prose check_types run_on_cards run_other_transformers ${WIDER[@]+"${WIDER[@]}"}; do
         echo "[tests] $check"
         "$check" || failed="$failed $check"
     done

@@ -43,7 +43,6 @@ export STAGELINE_TORCH="${TORCH:-$(locked torch)}" STAGELINE_TRANSFORMERS="${TRA
 name="$("${STAGELINE_PYTHON:-python3}" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')"
 name="$name-$STAGELINE_TORCH-$STAGELINE_TRANSFORMERS"
 export STAGELINE_VENV="$ROOT/.venv-${name//==/}"
-export PIP_NO_COMPILE=1 # Python compiles what is imported; all of transformers takes 15 s of a core
 STAGELINE_PURPOSES=dev source "$ROOT/scripts/_env.sh"
 
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

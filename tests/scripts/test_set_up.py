@@ -87,7 +87,7 @@ def test_training_installs_what_training_needs_and_a_second_use_nothing(machine)
     assert "-m venv" in calls[0] and "torch==2.13.0" in calls[1]
     assert machine.needs() == names(PROJECT["dependencies"]) - {"torch"}
     assert "pytest" not in machine.needs() and "fastapi" not in machine.needs()
-    assert f"--constraint {machine.root}/requirements.lock" in calls[2]
+    assert f"--constraint {machine.root}/requirements.lock" in calls[3]
     assert machine.set_up() == ([], "")
 
 
