@@ -72,10 +72,15 @@ def pytest_xdist_setupnodes(config):
 def pytest_collection_modifyitems(items):
     """Mark the tests of slow.txt, which scripts/test.sh leaves out without --all."""
     lines = Path(__file__).with_name("slow.txt").read_text().splitlines()
-    listed = [re.escape(line).replace(r"\*", ".*") for line in lines if line]
-    is_listed = re.compile(rf"tests/({'|'.join(listed)})(::.*|\[.*)?").fullmatch
+    patterns = []
+    for line in (line for line in lines if line and not line.startswith("#")):
+        name, _, cases = line.removeprefix("!").removesuffix("]").partition("[")
+        some = "|".join(re.escape(case).replace(r"\*", ".*") for case in cases.split(" | "))
+        rest = rf"\[({some})\]" if cases else r"(::.*|\[.*)?"
+        patterns.append((re.compile(f"tests/{re.escape(name)}{rest}"), not line.startswith("!")))
     for item in items:
-        if is_listed(item.nodeid):
+        matching = [is_slow for pattern, is_slow in patterns if pattern.fullmatch(item.nodeid)]
+        if matching and matching[-1]:
             item.add_marker(pytest.mark.slow)
 
 
