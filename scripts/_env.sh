@@ -140,7 +140,7 @@ stageline_make_venv() {
         "$base" -m venv "$VENV"
         stageline_install_torch
     fi
-    stageline_pip --upgrade pip || true # the one that came with Python takes twice as long
+    stageline_pip --upgrade pip 2>/dev/null || true # the one that came with Python takes twice as long
     stageline_say "installing what training needs"
     stageline_install "$@"
     stageline_pip --constraint "$VENV/torch.txt" setuptools
