@@ -19,30 +19,45 @@ def main() -> int:
     check_installed("lm_eval", extra="lm-eval")
     run, num_processes = place_stages(run)
     launch_if_needed(num_processes)
-    from commands.decode_run import open_decoding  # not in the process that starts the others
-    from stageline.evaluation.lm_eval import TaskSettings, find_tasks, results_table, run_tasks
+    import lm_eval  # not in the process that starts the others
+    from lm_eval.loggers import EvaluationTracker
+    from lm_eval.utils import make_table
+
+    from commands.decode_run import open_decoding
+    from stageline.evaluation.lm_eval import StagelineLM, find_tasks
 
     manager = None
     if is_first():  # before a model is loaded
         manager = find_tasks(run.task_names, include_path=run.lm_eval.include_path)
     if run.check_only:
         return 0
-    given = {**vars(run), **vars(run.lm_eval)}
+    ours = ("include_path", "add_bos_token")  # lm_eval has all other settings by the same names
+    settings = {name: value for name, value in vars(run.lm_eval).items() if name not in ours}
+    # the model in the words of the results file, which names a folder `pretrained`
     about = {"pretrained": run.model_path, "dtype": run.precision, "num_stages": run.num_stages}
     with open_decoding(run) as engine:
         if engine is None:
             return 0
-        results = run_tasks(
-            engine,
-            run.task_names,
-            manager=manager,
-            settings=TaskSettings(**{name: given[name] for name in vars(TaskSettings())}),
-            add_bos_token=run.lm_eval.add_bos_token,
-            seed=run.seed,
-            described=about,
-            output_path=run.output_path,
+        assert manager is not None  # the first rank has the engine
+        names = [name for asked in run.task_names for name in manager.match_tasks([asked])]
+        tracker = EvaluationTracker(output_path=run.output_path)
+        results = lm_eval.simple_evaluate(
+            StagelineLM(engine, add_bos_token=run.lm_eval.add_bos_token, seed=run.seed),
+            model_args=about,
+            tasks=list(dict.fromkeys(names)),
+            task_manager=manager,
+            evaluation_tracker=tracker,
+            num_fewshot=run.num_fewshot,
+            limit=run.limit,
+            **settings,
         )
-        print(results_table(results))
+        samples = results.pop("samples", None)
+        tracker.save_results_aggregated(results=results, samples=samples)
+        for name in results["configs"] if samples is not None else ():
+            tracker.save_results_samples(task_name=name, samples=samples[name])
+        for kind in ("results", "groups"):
+            if kind in results:
+                print(make_table(results, kind))
         if run.output_path:
             print(f"the results are in {run.output_path}")
     return 0

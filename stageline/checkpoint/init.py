@@ -32,7 +32,7 @@ MOST_NAMED = 3
 
 
 def check_finite(
-    named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     what: str,
     cure: str,
@@ -48,8 +48,7 @@ def check_finite(
     Raises:
         NonFiniteError: names the first ones that are not finite.
     """
-    items = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-    bad = [(name, tensor) for name, tensor in items if not is_finite(tensor)]
+    bad = [(name, tensor) for name, tensor in named_tensors if not is_finite(tensor)]
     if not bad:
         return
     told = []

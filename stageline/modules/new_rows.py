@@ -11,7 +11,7 @@ Shapes: N new tokens, V rows, H hidden size.
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -51,16 +51,12 @@ class NewRows:
     seed: int = 0
     multiple: int = 1
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that embedding and head need at least."""
-        return max(self.ids) + 1
-
     def padded(self, before: int) -> int:
-        """Rows that they have, of `before` ones: rounded up where some are added."""
-        if self.num_rows <= before:
-            return self.num_rows
-        return math.ceil(self.num_rows / self.multiple) * self.multiple
+        """Return the rows of embedding and head: beyond `before` ones, rounded up."""
+        needed = max(self.ids) + 1
+        if needed <= before:
+            return needed
+        return math.ceil(needed / self.multiple) * self.multiple
 
 
 def vocabulary_paths(whole: PreTrainedModel) -> tuple[str, ...]:
@@ -233,21 +229,15 @@ def _score_new(
     return logits.index_copy_(-1, rows.ids, own.to(logits.dtype))
 
 
-def token_rows(model: nn.Module) -> Iterator[tuple[Matrix, TokenRows]]:
-    """Yield (module with the matrix, its rows) of all that train only new rows."""
-    for module in list(model.modules()):
-        child = module._modules.get(ROWS)
-        if isinstance(child, TokenRows):
-            yield cast(Matrix, module), child
-
-
 @torch.no_grad()
 def fold_rows(model: nn.Module) -> None:
     """Write the rows into their matrices, where nothing else changes."""
-    for module, rows in token_rows(model):
-        weight = module.weight
-        ids = rows.ids.to(weight.device)
-        weight.index_copy_(0, ids, rows.weight.detach().to(weight))
+    for module in model.modules():
+        rows = module._modules.get(ROWS)
+        if isinstance(rows, TokenRows):
+            weight = cast(Matrix, module).weight
+            ids = rows.ids.to(weight.device)
+            weight.index_copy_(0, ids, rows.weight.detach().to(weight))
 
 
 def is_row_name(name: str) -> bool:

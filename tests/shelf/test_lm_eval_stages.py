@@ -24,11 +24,7 @@ lm_eval = pytest.importorskip("lm_eval")
 
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
-from stageline.evaluation.lm_eval import (  # noqa: E402
-    TaskSettings,
-    find_tasks,
-    run_tasks,
-)
+from stageline.evaluation.lm_eval import StagelineLM, find_tasks  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["commands_choice", "commands_name", "descriptions"]
@@ -76,8 +72,7 @@ def expected(folder, manager):
 def test_same_figures_and_answers_as_hf(folder, expected, manager, num_stages, monkeypatch):
     monkeypatch.chdir(ROOT)  # the data files of the tasks are relative to it
     engine = open_engine(folder, num_stages)
-    settings = TaskSettings(log_samples=True)
-    found = run_tasks(engine, NAMES, manager=manager, settings=settings)
+    found = lm_eval.simple_evaluate(StagelineLM(engine), tasks=NAMES, task_manager=manager)
     close = {"abs": 1e-4}
     assert_same_results(found, expected, NAMES, pair=close, whole=close | {"rel": 1e-6})
     texts = {sample["resps"][0][0] for sample in expected["samples"]["commands_name"]}
