@@ -30,6 +30,7 @@ KINDS = {
     "stageline/device.py": "environment variables of each",
     "stageline/streaming/host_weights.py": "cudaHostRegister",
     "stageline/modules/methods.py": "the float32 output of half products",
+    "commands/train_engines.py": "the allocator of CUDA",
     "options/train.py": "what --device may be, and where attention kernels are",
 }
 
