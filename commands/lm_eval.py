@@ -5,10 +5,14 @@ stageline lm-eval --model-path my_model --num-stages 2 --tasks arc_easy,hellaswa
 The first rank runs lm_eval; the others follow its engine.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from commands import check_installed, is_first, start
 from commands.stages import place_stages
 from options.answer import LmEvalConfig
 from parse_args import parse_lm_eval_args
+from stageline.errors import UserError
 
 
 def main() -> int:
@@ -24,7 +28,7 @@ def main() -> int:
     from lm_eval.utils import make_table
 
     from commands.decode_run import open_decoding
-    from stageline.evaluation.lm_eval import StagelineLM, find_tasks
+    from stageline.evaluation.lm_eval import StagelineLM
 
     manager = None
     if is_first():  # before a model is loaded
@@ -61,3 +65,30 @@ def main() -> int:
         if run.output_path:
             print(f"the results are in {run.output_path}")
     return 0
+
+
+def find_tasks(names: Sequence[str], *, include_path: str | None) -> Any:
+    """Return lm_eval's manager of tasks, which has all of these tasks, groups or tags.
+
+    Args:
+        include_path: folder with tasks of one's own; lm_eval's are looked at (which takes some
+            seconds) where these are not enough.
+
+    Raises:
+        UserError: there is no such task.
+    """
+    from lm_eval.tasks import TaskManager
+
+    missing = list(names)
+    for has_all in (False, True) if include_path is not None else (True,):
+        manager = TaskManager(include_path=include_path, include_defaults=has_all)
+        missing = [name for name in names if not manager.match_tasks([name])]
+        if not missing:
+            break
+    if missing:
+        where = f"lm_eval and {include_path}" if include_path else "lm_eval"
+        raise UserError(
+            f"{where} has no task {', '.join(missing)}. Choose one that `lm_eval ls tasks` lists, "
+            "or give the folder of your own YAML files with --lm-eval.include_path."
+        )
+    return manager

@@ -8,8 +8,7 @@ may import this file at its top.
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jinja2
@@ -270,31 +269,3 @@ def _whole(events: Iterable[Any]) -> Iterator[Any]:
         if isinstance(event, Failed):
             raise event.error
         yield event
-
-
-def find_tasks(names: Sequence[str], *, include_path: str | Path | None = None) -> Any:
-    """Return lm_eval's manager of tasks, which has all of these tasks, groups or tags.
-
-    Args:
-        include_path: folder with tasks of one's own; lm_eval's are looked at (which takes some
-            seconds) where these are not enough.
-
-    Raises:
-        UserError: there is no such task.
-    """
-    from lm_eval.tasks import TaskManager
-
-    missing = list(names)
-    for has_all in (False, True) if include_path is not None else (True,):
-        path = None if include_path is None else str(include_path)
-        manager = TaskManager(include_path=path, include_defaults=has_all)
-        missing = [name for name in names if not manager.match_tasks([name])]
-        if not missing:
-            break
-    if missing:
-        where = f"lm_eval and {include_path}" if include_path else "lm_eval"
-        raise UserError(
-            f"{where} has no task {', '.join(missing)}. Choose one that `lm_eval ls tasks` lists, "
-            "or give the folder of your own YAML files with `include_path`."
-        )
-    return manager

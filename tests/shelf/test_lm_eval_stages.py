@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from commands.decode_run import AnsweringModel
+from commands.lm_eval import find_tasks
 from register import import_shelf
 from stageline.data.text.processor import load_processor
 from stageline.errors import UserError
@@ -24,7 +25,7 @@ lm_eval = pytest.importorskip("lm_eval")
 
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
-from stageline.evaluation.lm_eval import StagelineLM, find_tasks  # noqa: E402
+from stageline.evaluation.lm_eval import StagelineLM  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["commands_choice", "commands_name", "descriptions"]
@@ -37,7 +38,7 @@ def shelf():
 
 @pytest.fixture(scope="module")
 def manager():
-    return find_tasks(NAMES, include_path=TASKS)
+    return find_tasks(NAMES, include_path=str(TASKS))
 
 
 @pytest.fixture(scope="module")
@@ -88,4 +89,4 @@ def test_an_unknown_task_is_named(monkeypatch):
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
     with pytest.raises(UserError, match="has no task no_such_task.*--lm-eval.include_path"):
-        find_tasks(["commands_choice", "no_such_task"], include_path=TASKS)
+        find_tasks(["commands_choice", "no_such_task"], include_path=str(TASKS))
