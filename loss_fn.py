@@ -210,11 +210,7 @@ def group_losses(
     sim_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross-entropy of each compared group and whether its positive is nearest, [G].
-
-    Softmax of the similarities of the anchor to all others, by the temperature; the positive is
-    the right answer.
-    """
+    """Return the loss of each compared group and whether its positive is nearest, [G]."""
     # labels, marks and groups on the host: one copy, for which it waits once
     labels_BT = micro_batch["labels"]
     marks_BT = given(micro_batch, "loss_marks", CONTRASTIVE).to(labels_BT)
