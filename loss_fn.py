@@ -601,8 +601,8 @@ def rm(
 @loss_fn_register(
     "grpo",
     counts={
-        "num_tokens": policy_loss.count_learnt_tokens,
-        "num_answers": policy_loss.count_answers,
+        "num_tokens": lambda batch: int(policy_loss.learnt_tokens(batch).sum()),
+        "num_answers": lambda batch: int(batch[policy_loss.IS_COUNTED].sum()),
     },
     samples_answers=True,
     reads_by_token=True,

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from stageline.errors import UserError
 from stageline.modules.lora_layer import name_seed
 from stageline.modules.methods import linear_in_float32
+from stageline.modules.part_lora import module_at
 from stageline.stage import Stage
 
 Matrix = nn.Embedding | nn.Linear
@@ -70,11 +71,8 @@ def vocabulary_modules(model: nn.Module, paths: Iterable[str]) -> dict[str, Matr
     """Return the modules at the paths that have a weight here: a stage may have dropped some."""
     modules = {}
     for path in paths:
-        try:
-            module = model.get_submodule(path)
-        except AttributeError:
-            continue
-        if module._parameters.get("weight") is not None:
+        module = module_at(model, path)
+        if module is not None and module._parameters.get("weight") is not None:
             modules[path] = cast(Matrix, module)
     return modules
 
