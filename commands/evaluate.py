@@ -49,7 +49,7 @@ def report_on(config: EvaluateArguments, answered: Answered) -> None:
     from commands.answer_run import ENGINE_FILE
     from stageline.evaluation import report as reports
     from stageline.evaluation.figures import usage_of
-    from stageline.plotting.pictures import plot_groups
+    from stageline.plotting.pictures import groups_figure, save_figure
     from stageline.tables import format_table, markdown_table
 
     # figures
@@ -107,7 +107,8 @@ def report_on(config: EvaluateArguments, answered: Answered) -> None:
     reports.write_report(report, folder / "report.json")
     (folder / "report.md").write_text("\n".join(pages), encoding="utf-8")
     print("\n\n".join(shown))
-    plot_groups(report, folder / "groups.png")
+    if (figure := groups_figure(report)) is not None:
+        save_figure(figure, folder / "groups.png", dpi=110)
     draw(pairs, predictions, figures, folder / "predictions.png")
     written = "report.json, report.md, predictions.jsonl, predictions.png and groups.png"
     print(f"{written} are in {folder}")

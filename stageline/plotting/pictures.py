@@ -59,17 +59,10 @@ _COLOR, _UNPARSED, _CHANCE = "#4c78a8", "#c8ccd0", "#e45756"
 Groups = Mapping[str, Mapping[str, Any]]
 
 
-def plot_groups(report: Mapping[str, Any], path: Path) -> None:
-    """Write a picture of all groupings of a report; where it has none, nothing."""
-    figure = groups_figure(report)
-    if figure is not None:
-        save_figure(figure, path, dpi=110)
-
-
 def groups_figure(report: Mapping[str, Any]) -> Figure | None:
     """Draw a panel a grouping: share of right answers, its interval, unparsed ones, chance.
 
-    Grades, which have no Wilson interval, are shown by their mean.
+    Grades, which have no Wilson interval, are shown by their mean. None: the report has no groups.
     """
     groupings: dict[str, Groups] = dict(report["groupings"])
     if report["groups"] and report["groups"] not in groupings.values():
