@@ -30,7 +30,7 @@ def main() -> int:
     from commands.decode_run import open_decoding
     from stageline.evaluation.lm_eval import StagelineLM
 
-    manager = None
+    manager: Any = None
     if is_first():  # before a model is loaded
         manager = find_tasks(run.task_names, include_path=run.lm_eval.include_path)
     if run.check_only:
@@ -42,7 +42,6 @@ def main() -> int:
     with open_decoding(run) as engine:
         if engine is None:
             return 0
-        assert manager is not None  # the first rank has the engine
         names = [name for asked in run.task_names for name in manager.match_tasks([asked])]
         tracker = EvaluationTracker(output_path=run.output_path)
         results = lm_eval.simple_evaluate(
