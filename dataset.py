@@ -5,16 +5,17 @@ A dataset opens images lazily: pixels are decoded later, and on the first stage 
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
+from hashlib import sha256
 from typing import Any, Literal
 
+import numpy
 import torch
-from filelock import FileLock
+from PIL import Image
 
 from register import collate_fn_register, dataset_register
 from stageline.corpus.corpus_files import open_corpus
 from stageline.corpus.encoder import tokenizer_fingerprint
-from stageline.corpus.pack import PackedRows, pack_corpus
+from stageline.corpus.pack import open_packed
 from stageline.corpus.run_sampler import run_sampler
 from stageline.data.batches import preference, prompts
 from stageline.data.batches.batch import Images, MicroBatch, Sample, sample_name
@@ -41,18 +42,91 @@ from stageline.data.rows.sets import read_sets
 from stageline.data.text.limit import ChatOverlong, TextOverlong
 from stageline.data.text.template import MarkedWords
 from stageline.errors import DataError, UserError
-from stageline.tasks.digits import Digits
 
 PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair keep the same prompt
 # keys of other registries that suit a component: plain text needs no chat template
 TEXT_KEYS = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "loss_fn": "sft"}
 CHAT_KEYS = {"prompt": "chat", "prompt_fn": "chat", "image_token": "auto"}
 
-dataset_register["digits"] = Digits
 dataset_register["jsonl"] = JsonLines
 dataset_register["groups"] = Groups
 # cached files change no row
 dataset_register.register("sets", read_sets, without_effect=("cache",))
+
+DIGIT_QUESTIONS = (
+    "Which digit is this?",
+    "What digit do you see?",
+    "Which number is written here?",
+    "Read the digit in the picture.",
+)
+NUM_TEST_DIGITS = 360
+
+
+@dataset_register("digits")
+class Digits:
+    """scikit-learn's handwritten digits, 8x8 pixels enlarged; 1,437 to train, 360 held out.
+
+    The split is fixed and keeps the share of each digit.
+
+    Args:
+        dataset_path: not used; the images come with scikit-learn.
+        image_size: width and height of the pictures.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset_path: str | None = None,
+        split: Literal["train", "test"] = "train",
+        image_size: int = 32,
+    ) -> None:
+        check_split(split)
+        self._pixels, self._labels, train, test = _digits()
+        self.rows = train if split == "train" else test
+        self._image_size = image_size
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[list[Image.Image], dict[str, Any]]:
+        row = int(self.rows[index])
+        small = Image.fromarray(self._pixels[row]).convert("RGB")
+        size = (self._image_size, self._image_size)
+        question, digit = DIGIT_QUESTIONS[row % len(DIGIT_QUESTIONS)], str(self._labels[row])
+        sample = {"id": f"digits-{row}", "question": question, "answer": digit, "group": digit}
+        return [small.resize(size, Image.Resampling.BICUBIC)], {**sample, "num_choices": 10}
+
+    def describe(self, index: int) -> str:
+        return f"digits row {self.rows[index]}"
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 of scikit-learn's pixels, the image size and the rows of this split."""
+        digest = sha256(f"digits {self._image_size} ".encode())
+        for array in (self._pixels, self._labels, self.rows):
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
+
+@functools.cache
+def _digits() -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    """Return pixels [1797, 8, 8] as bytes, labels [1797], and the rows of both splits.
+
+    A hash of the row's number draws the test rows of each digit: equal in every library version.
+    """
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    pixels, labels = (digits.images * (255 / 16)).round().astype(numpy.uint8), digits.target
+    shares = numpy.bincount(labels) * NUM_TEST_DIGITS / len(labels)
+    wanted = numpy.floor(shares).astype(int)
+    largest_remainders = numpy.argsort(wanted - shares, kind="stable")
+    wanted[largest_remainders[: NUM_TEST_DIGITS - wanted.sum()]] += 1
+    chosen: list[int] = []
+    for digit, number in enumerate(wanted):
+        rows = numpy.flatnonzero(labels == digit).tolist()
+        chosen += sorted(rows, key=lambda row: sha256(f"digits {row}".encode()).digest())[:number]
+    test = numpy.sort(numpy.array(chosen))
+    return pixels, labels, numpy.setdiff1d(numpy.arange(len(pixels)), test), test
 
 
 @dataset_register("corpus")
@@ -117,7 +191,7 @@ def corpus(
         ranges = [(at, stop) if is_test else (first, at) for (first, stop), at in cut]
     packed = None
     if rows == "packed" and not is_test:
-        packed = _packed(prefix, row_length)
+        packed = open_packed(prefix, row_length)
         ranges = type_ranges(packed.type_starts)
     draw = functools.partial(
         run_sampler, counts=global_batch_distributed, weights=mixture_weights, drop_mode=drop_mode
@@ -130,15 +204,6 @@ def corpus(
         make_sampler=None if is_test else draw,
         fingerprint_of=None if any_tokenizer else tokenizer_fingerprint,
     )
-
-
-def _packed(prefix: str, row_length: int | None) -> Any:
-    """Return the packed rows of a corpus; one process of a machine makes missing ones."""
-    if Path(f"{prefix}.pack").exists():  # the folder may be read-only, without room for a lock
-        rows = PackedRows(prefix)
-        return rows if row_length in (None, rows.row_length) else pack_corpus(prefix, row_length)
-    with FileLock(f"{prefix}.pack.lock"):
-        return pack_corpus(prefix, row_length)
 
 
 @collate_fn_register("sft", default_keys=CHAT_KEYS)

@@ -26,8 +26,10 @@ import torch
 from torch.nn import functional
 
 from register import environment_register, loss_fn_register, reward_register, sim_fn_register
+from stageline.answer_text import contains_words, normalize, parse_choice
 from stageline.device import sent
 from stageline.errors import DataError, UserError
+from stageline.evaluation import rewards
 from stageline.modules import policy_loss
 from stageline.modules.chunked_loss import ChunkedLogits
 from stageline.modules.losses import (
@@ -49,8 +51,6 @@ from stageline.modules.losses import (
     row_log_probs,
     token_losses,
 )
-from stageline.tasks import rewards
-from stageline.tasks.answer_text import contains_words, normalize, parse_choice
 
 Figures = dict[str, torch.Tensor]
 Texts = Sequence[str]
@@ -210,11 +210,7 @@ def group_losses(
     sim_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross-entropy of each compared group and whether its positive is nearest, [G].
-
-    Softmax of the similarities of the anchor to all others, by the temperature; the positive is
-    the right answer.
-    """
+    """Return the loss of each compared group and whether its positive is nearest, [G]."""
     # labels, marks and groups on the host: one copy, for which it waits once
     labels_BT = micro_batch["labels"]
     marks_BT = given(micro_batch, "loss_marks", CONTRASTIVE).to(labels_BT)
@@ -312,6 +308,9 @@ PairLoss = Literal[
     "orpo",
 ]  # fmt: skip
 WITHOUT_REFERENCE = ("simpo", "orpo")
+# asks for rows in the order chosen, rejected, and their numbers; see `given`
+OF_PAIRS = ("the loss dpo", "Use `collate_fn` dpo.")
+OF_ANSWERS = ("the loss kto", "Use `collate_fn` kto.")  # asks whether each answer is wanted
 
 
 def count_pairs(micro_batch: MicroBatch) -> int:
@@ -321,12 +320,7 @@ def count_pairs(micro_batch: MicroBatch) -> int:
         UserError: the collate part makes no pairs.
         DataError: the rows of a pair are not next to each other, or only one has targets.
     """
-    if PAIRS not in micro_batch or IS_CHOSEN not in micro_batch:
-        raise UserError(
-            "the loss dpo got a micro-batch without pairs: rows in the order chosen, rejected, and "
-            "their numbers in loss_pairs. Use `collate_fn` dpo."
-        )
-    pairs, is_chosen = micro_batch[PAIRS], micro_batch[IS_CHOSEN]
+    pairs, is_chosen = (given(micro_batch, name, OF_PAIRS) for name in (PAIRS, IS_CHOSEN))
     is_there = row_lengths(micro_batch["labels"]) > 0
     is_whole = len(pairs) == len(is_there) and len(pairs) % 2 == 0
     if is_whole:
@@ -478,21 +472,17 @@ def dpo(
     return loss, figures
 
 
-def _is_there(micro_batch: MicroBatch) -> torch.Tensor:
-    if IS_WANTED not in micro_batch:
-        raise UserError(
-            f"the loss kto got a micro-batch without {IS_WANTED}, whether each answer is wanted. "
-            "Use `collate_fn` kto."
-        )
-    return row_lengths(micro_batch["labels"]) > 0
+def _answers(micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return whether each row has an answer, and whether that is a wanted one, [B]."""
+    return row_lengths(micro_batch["labels"]) > 0, given(micro_batch, IS_WANTED, OF_ANSWERS)
 
 
 @loss_fn_register(
     "kto",
     counts={
-        "num_answers": lambda batch: int(_is_there(batch).sum()),
-        "num_wanted": lambda batch: int((_is_there(batch) & batch[IS_WANTED]).sum()),
-        "num_unwanted": lambda batch: int((_is_there(batch) & ~batch[IS_WANTED]).sum()),
+        "num_answers": lambda batch: int(_answers(batch)[0].sum()),
+        "num_wanted": lambda batch: int((_answers(batch)[0] & batch[IS_WANTED]).sum()),
+        "num_unwanted": lambda batch: int((_answers(batch)[0] & ~batch[IS_WANTED]).sum()),
     },
     needs_reference=True,
     needs_kl=lambda *, use_kl=True, **others: use_kl,
@@ -527,7 +517,7 @@ def kto(
             f"undesirable_weight {undesirable_weight:g}. Give a --loss-fn.beta above 0 and weights "
             "of 0 or more."
         )
-    is_there_B, is_wanted_B = _is_there(micro_batch), micro_batch[IS_WANTED]
+    is_there_B, is_wanted_B = _answers(micro_batch)
     log_probs_B = row_log_probs(logits_BTV, micro_batch["labels"])
     kl = given(micro_batch, KL) if use_kl else None
     rewards_B = beta * (log_probs_B - given(micro_batch, REFERENCE).to(log_probs_B.dtype))
@@ -611,8 +601,8 @@ def rm(
 @loss_fn_register(
     "grpo",
     counts={
-        "num_tokens": policy_loss.count_learnt_tokens,
-        "num_answers": policy_loss.count_answers,
+        "num_tokens": lambda batch: int(policy_loss.learnt_tokens(batch).sum()),
+        "num_answers": lambda batch: int(batch[policy_loss.IS_COUNTED].sum()),
     },
     samples_answers=True,
     reads_by_token=True,
@@ -629,15 +619,13 @@ def grpo(
     max_completion_length: int,
     bf16: bool,
     fp16: bool,
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo",
-    importance_sampling_level: Literal["token", "sequence"] = "token",
+    loss_type: policy_loss.LossType = "dapo",
+    importance_sampling_level: policy_loss.Level = "token",
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     delta: float | None = None,
     entropy_coef: float = 0.0,
-    importance_correction: Literal[
-        "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = "auto",
+    importance_correction: policy_loss.Correction = "auto",
     importance_cap: float = 3.0,
 ) -> tuple[torch.Tensor, Figures]:
     """Group relative policy optimization: rewards score the model's answers (--collate-fn grpo).

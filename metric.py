@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from register import metric_register
+from stageline.answer_text import contains_words, normalize, says_nothing
 from stageline.errors import UserError
 from stageline.evaluation.figures import (
     ROUGE_TYPES,
@@ -19,8 +20,7 @@ from stageline.evaluation.figures import (
     sentence_bleu,
     text_figures,
 )
-from stageline.tasks.answer_text import contains_words, normalize, says_nothing
-from stageline.tasks.rewards import references, right_choice
+from stageline.evaluation.rewards import references, right_choice
 
 Predictions = Sequence[dict[str, Any]]
 Samples = Sequence[dict[str, Any]]

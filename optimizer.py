@@ -146,22 +146,19 @@ class MuonWithAdamW(torch.optim.Optimizer):
         muon: dict[str, Any],
         adamw: dict[str, Any],
     ) -> None:
-        inner: list[dict[str, Any]] = []
-        outer: list[dict[str, Any]] = []
+        split: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # inner matrices, others
         for group in param_groups:
-            split: dict[bool, dict[str, torch.nn.Parameter]] = {True: {}, False: {}}
-            for name, weight in zip(group["param_names"], group["params"], strict=True):
-                is_inner = weight.ndim == 2 and not any(text in name for text in adamw_names)
-                split[is_inner][name] = weight
-            for groups, chosen in ((inner, split[True]), (outer, split[False])):
-                if chosen:
-                    own = {"params": list(chosen.values()), "param_names": list(chosen)}
-                    groups.append({**group, **own})
-        self.optimizers: list[torch.optim.Optimizer] = []
-        if inner:
-            self.optimizers.append(torch.optim.Muon(inner, **muon))
-        if outer:
-            self.optimizers.append(torch.optim.AdamW(outer, **adamw))
+            for is_inner, groups in split.items():
+                own = {
+                    name: weight
+                    for name, weight in zip(group["param_names"], group["params"], strict=True)
+                    if is_inner == (weight.ndim == 2 and not any(t in name for t in adamw_names))
+                }
+                if own:
+                    groups.append({**group, "params": [*own.values()], "param_names": [*own]})
+        kinds = ((torch.optim.Muon, muon, split[True]), (torch.optim.AdamW, adamw, split[False]))
+        self.optimizers: list[torch.optim.Optimizer]
+        self.optimizers = [kind(groups, **options) for kind, options, groups in kinds if groups]
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         super().__init__(groups, defaults={})
         for optimizer in self.optimizers:
@@ -202,15 +199,12 @@ def muon(
         beta1, beta2, eps: of AdamW.
     """
     shared = {"lr": learning_rate, "weight_decay": weight_decay}
+    own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust}
     default = ["embed", "wte", "wpe", "head", "score"]
     return MuonWithAdamW(
         param_groups,
         adamw_names=default if adamw_names is None else adamw_names,
-        muon={
-            **shared,
-            **{"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps},
-            "adjust_lr_fn": adjust,
-        },
+        muon={**shared, **own},
         adamw={**shared, "betas": (beta1, beta2), "eps": eps},
     )
 

@@ -30,19 +30,15 @@ OWN_STAGES = {"gemma3": "gemma3_vl", "mllama": "mllama"}  # model type -> key
 
 def class_of_key(key: str) -> type:
     """Return the stage class that a key of this file builds."""
-    from stageline.stages.causal_lm import CausalLMStage, RewardStage
-    from stageline.stages.vision_language import (
-        CrossAttentionStage,
-        Gemma3VisionStage,
-        VisionLanguageStage,
-    )
+    from stageline.stages import causal_lm as text
+    from stageline.stages import vision_language as vision
 
     classes: dict[str, type] = {
-        "causal_lm": CausalLMStage,
-        "reward": RewardStage,
-        "vision_language": VisionLanguageStage,
-        "gemma3_vl": Gemma3VisionStage,
-        "mllama": CrossAttentionStage,
+        "causal_lm": text.CausalLMStage,
+        "reward": text.RewardStage,
+        "vision_language": vision.VisionLanguageStage,
+        "gemma3_vl": vision.Gemma3VisionStage,
+        "mllama": vision.CrossAttentionStage,
     }
     generic = next((part for part, keys in FAMILIES.items() if key in keys), key)
     return classes[key if key in classes else generic]

@@ -23,8 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from dataset import Digits  # noqa: E402
 from register import dataset_register  # noqa: E402
-from stageline.tasks.digits import Digits  # noqa: E402
 
 DISTILL = ["--loss-fn", "distill", "--loss-fn.beta", "0"]
 NOISY = ["--import", __file__, "--dataset", "noisy_digits"]

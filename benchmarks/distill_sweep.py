@@ -20,6 +20,7 @@ import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from dataset import Digits  # noqa: E402
 from register import (  # noqa: E402
     collate_fn_register,
     image_token_register,
@@ -29,7 +30,6 @@ from register import (  # noqa: E402
 )
 from scripts.make_digits_model import make_config, make_processor, make_tokenizer  # noqa: E402
 from stageline.data.batches.collate_part import as_collate_part  # noqa: E402
-from stageline.tasks.digits import Digits  # noqa: E402
 
 NUM_TRAIN, NUM_TEST = 1437, 360
 ARMS: dict[str, tuple[float, float] | None] = {  # beta and temperature; None: SFT

@@ -627,7 +627,7 @@ def on_cards(check: "Check") -> Iterator[None]:
     """
     import torch
 
-    from stageline.device import settle_allocators
+    from commands.train_engines import settle_allocators
 
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
         settle_allocators()

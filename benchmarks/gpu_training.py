@@ -28,10 +28,10 @@ import torch
 from plan_memory import draw, expected, pieces_of
 from transformers import AutoConfig
 
+from commands.train_engines import settle_allocators
 from loss_fn import sft
 from optimizer import adamw
 from pp_models import CausalLMStage
-from stageline.device import settle_allocators
 from stageline.distributed.process_group import distributed_context
 from stageline.modules.chunked_loss import LossByToken
 from stageline.modules.methods import Methods

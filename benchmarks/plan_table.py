@@ -13,6 +13,7 @@ import sys
 import warnings
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -26,6 +27,7 @@ from stageline.modules.expert_weight import DENSE_BYTES, num_experts
 from stageline.modules.methods import Methods
 from stageline.modules.quantised import Quantization
 from stageline.pipeline.schedules import make_schedule
+from stageline.planner import estimate
 from stageline.planner.estimate import (
     KEPT_FREE,
     Cost,
@@ -104,7 +106,8 @@ def count(outline, workload, *, flops_per_second):
     with FakeTensorMode(allow_non_fake_inputs=True):
         batch = {name: torch.zeros_like(value) for name, value in workload.batch.items()}
         filled = replace(outline, make_piece=_filled(outline.make_piece))
-        costs = measure(filled, replace(workload, batch=batch), run_class=Counted)
+        with mock.patch.object(estimate, "ItemRun", Counted):
+            costs = measure(filled, replace(workload, batch=batch))
     return replace(costs, hand_over=hand_over_seconds(costs.border, on_cpu=False))
 
 

@@ -229,7 +229,7 @@ def compare_advice(rounds):
                     device=CPU,
                     repeats=7,
                 )
-                choice = planner.advice(sizes=[1, 2])[0]
+                choice = planner.advice()[0]  # micro-batches of 1 and 2
                 advised = (
                     choice.schedule.name,
                     choice.stages_per_rank,

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from plan_memory import loss_of
 from torch import nn
 
-from stageline.device import settle_allocators
+from commands.train_engines import settle_allocators
 from stageline.distributed.process_group import distributed_context
 from stageline.pipeline.plan import Action, Kind, drop_dead_backward, grad_flow, needs
 from stageline.pipeline.recorder import Recorder, TimelineEvent, bubble

@@ -26,7 +26,7 @@ import streaming_model as models
 import streaming_workers as workers
 import torch
 
-from stageline.device import settle_allocators
+from commands.train_engines import settle_allocators
 
 WIDE = 256 << 20  # bytes of a copy that is timed
 

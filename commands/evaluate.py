@@ -49,7 +49,7 @@ def report_on(config: EvaluateArguments, answered: Answered) -> None:
     from commands.answer_run import ENGINE_FILE
     from stageline.evaluation import report as reports
     from stageline.evaluation.figures import usage_of
-    from stageline.plotting.pictures import plot_groups
+    from stageline.plotting.pictures import groups_figure, save_figure
     from stageline.tables import format_table, markdown_table
 
     # figures
@@ -107,7 +107,8 @@ def report_on(config: EvaluateArguments, answered: Answered) -> None:
     reports.write_report(report, folder / "report.json")
     (folder / "report.md").write_text("\n".join(pages), encoding="utf-8")
     print("\n\n".join(shown))
-    plot_groups(report, folder / "groups.png")
+    if (figure := groups_figure(report)) is not None:
+        save_figure(figure, folder / "groups.png", dpi=110)
     draw(pairs, predictions, figures, folder / "predictions.png")
     written = "report.json, report.md, predictions.jsonl, predictions.png and groups.png"
     print(f"{written} are in {folder}")
@@ -118,19 +119,13 @@ def draw(
 ) -> None:
     """Draw some samples with their predictions; wrong ones first, since they teach most."""
     from stageline.evaluation.report import is_graded
-    from stageline.plotting.pictures import caption, plot_predictions, shown
+    from stageline.plotting.pictures import plot_predictions
 
     scores, has_grades = figures["per_sample"], is_graded(figures)
     order = sorted(range(len(pairs)), key=lambda index: scores[index])[:NUM_PICTURES]
-    images, titles, ids = [], [], []
-    for index in order:
-        pictures, sample = pairs[index]
-        picture, question, answer = shown(sample, pictures)
-        images.append(picture)
-        titles.append(caption(question, predictions[index]["prediction"], answer))
-        ids.append(str(sample["id"]))
+    rows = [(*pairs[index], predictions[index]["prediction"]) for index in order]
     correct = [None if has_grades else scores[index] > 0.5 for index in order]
     summary = f"{len(order)} of {len(scores)} samples, the lowest scores first"
     if not has_grades:
         summary += f"; {sum(score <= 0.5 for score in scores)} of all are wrong"
-    plot_predictions(images, titles, correct, path, ids=ids, summary=summary)
+    plot_predictions(rows, path, correct=correct, summary=summary)

@@ -4,8 +4,10 @@ Imports all that a run needs; train.py has read the options and started the proc
 """
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from commands.train_data import Data, check_data, settle_steps, show_samples
 from commands.train_parts import TrainingParts
 from options.train import memory_remedies
 from parse_args import TrainArguments
-from stageline.device import is_accelerator, settle_allocators, stage_devices
+from stageline.device import is_accelerator, stage_devices
 from stageline.distributed.failure import name_stages
 from stageline.distributed.failure_record import on_full_memory
 from stageline.distributed.process_group import (
@@ -28,7 +30,12 @@ from stageline.errors import UserError
 from stageline.pipeline.runner import PipelineRunner
 from stageline.planner.estimate import device_capacity
 from stageline.stage import Stage
-from stageline.streaming.host_weights import check_host_memory, host_bytes
+from stageline.streaming.host_weights import (
+    ALLOCATOR_VARIABLES,
+    ROUND_UP,
+    check_host_memory,
+    host_bytes,
+)
 from stageline.streaming.lanes import lanes_of
 from stageline.streaming.runner import StreamingRunner, even_plan
 from stageline.training.memory import MemoryAccount
@@ -61,6 +68,22 @@ def run_training(config: RunPlan) -> int:
         return 0
     settle_allocators()
     return config.parts["engine"].part(config, data)
+
+
+def settle_allocators() -> None:
+    """Set torch's allocators for GPUs, before the first one is used; not where the user has.
+
+    Segments grow, because micro-batches have lengths of their own. Pinned blocks have the size that
+    was asked for: torch would round each up to a power of two.
+    """
+    if os.environ.keys() & set(ALLOCATOR_VARIABLES) or not torch.cuda.is_available():
+        return
+    wanted = "expandable_segments:True"
+    # a key that a release does not know would end the run
+    header = Path(torch.__file__).parent / "include/c10/core/AllocatorConfig.h"
+    if header.is_file() and ROUND_UP.removesuffix("_mb") in header.read_text(errors="replace"):
+        wanted += f",{ROUND_UP}:1"
+    os.environ[ALLOCATOR_VARIABLES[0]] = wanted
 
 
 def run_pipeline(

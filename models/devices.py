@@ -1,8 +1,7 @@
 """Find the model of the builder component `auto`, its device_map, and the plan of `--plan`."""
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,15 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from stageline.checkpoint.adapter import config_folder, find_base, processor_folder, refuse_two_ways
 from stageline.device import VISIBLE, accelerators
 from stageline.errors import UserError, package
-from stageline.inference.model_cutter import ModelCutter, Wanted, check_fit, format_table
+from stageline.inference.model_cutter import (
+    Wanted,
+    check_fit,
+    format_table,
+    free_memory,
+    make_cutter,
+)
 from stageline.model_folder import find_folder, load_config
 from stageline.pipeline.topology import no_tower
-from stageline.planner.estimate import model_on_meta
 
 
 def plan(
@@ -132,47 +136,6 @@ def make_device_map(
             # the length of answers is a guess
             warnings.warn(f"memory may not suffice. {error}", stacklevel=2)
     return dict(cutter.device_map())
-
-
-def make_cutter(
-    config: PretrainedConfig,
-    *,
-    memory: tuple[int, ...],
-    visual_gpu_ratio: float | None,
-    placement: Wanted,
-    dtype: torch.dtype | None = None,
-    quantization: str | None = None,
-    **options: Any,
-) -> ModelCutter:
-    """Return a cutter of the model on the meta device."""
-    whole = model_on_meta(config, dtype=dtype, **options)
-    if quantization:
-        whole.config.quantization_config = quantization_settings(quantization)
-    is_blind = getattr(config, "vision_config", None) is None
-    return ModelCutter(
-        whole,
-        num_devices=len(memory),
-        visual_gpu_ratio=visual_gpu_ratio,
-        memory=memory,
-        load=replace(placement.load, images=0) if is_blind else placement.load,
-    )
-
-
-def free_memory(devices: Sequence[torch.device]) -> tuple[int, ...]:
-    """Return the free bytes of each device, including memory that this process holds unused."""
-    module = torch.get_device_module(devices[0])
-    return tuple(
-        module.mem_get_info(device)[0]
-        + module.memory_reserved(device)
-        - module.memory_allocated(device)
-        for device in devices
-    )
-
-
-def quantization_settings(kind: str) -> dict[str, Any]:
-    """Return the quantization entry of config.json, which suffices to count bytes."""
-    bits = {"load_in_8bit": True} if kind == "int8" else {"load_in_4bit": True}
-    return {"quant_method": "bitsandbytes", **bits}
 
 
 def quantization_config(kind: str, dtype: torch.dtype | None) -> Any:

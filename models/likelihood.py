@@ -6,7 +6,7 @@ from typing import Any, Literal
 from register import model_register
 from stageline.data.text.rendered import Rendered
 from stageline.errors import DataError, UserError
-from stageline.tasks.rewards import references
+from stageline.evaluation.rewards import references
 
 TEXT_KEYS = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "metric": "perplexity"}
 Continuations = Literal["choices", "letters", "answer"]

@@ -21,12 +21,10 @@ from stageline.run_records import cut_torn_line
 
 # options that change no answer: predictions continue with other values of these
 OF_THE_WAY = ("api_key_env", "timeout", "max_retries", "requests_per_minute")
-PRICES = ("input_price", "output_price")
-FILES = ("requests_path", "answers_path")
 USAGE = ("prompt_tokens", "completion_tokens")
 
 
-@builder_register("remote", without_effect=(*OF_THE_WAY, *PRICES))
+@builder_register("remote", without_effect=(*OF_THE_WAY, "input_price", "output_price"))
 def remote_endpoint(
     model_path: str | None = None,
     *,
@@ -180,7 +178,7 @@ def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@model_register("batch_file", without_effect=FILES)
+@model_register("batch_file", without_effect=("requests_path", "answers_path"))
 def batch_file(
     endpoint: Endpoint,
     processor: None,
@@ -226,12 +224,9 @@ class RequestFiles:
         folder: folder of these files; requests of an earlier, stopped run are kept.
     """
 
-    def __init__(
-        self, folder: str | Path, *, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES
-    ) -> None:
+    def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.max_requests, self.max_bytes = max_requests, max_bytes
         self.written: set[str] = set()
         self._number, self._num_lines = 1, 0
         for number, path in enumerate(self.paths(), 1):
@@ -260,8 +255,8 @@ class RequestFiles:
     def _path_for(self, num_bytes: int) -> Path:
         path = self.folder / f"requests-{self._number:05d}.jsonl"
         size = path.stat().st_size if path.is_file() else 0
-        is_too_large = size > 0 and size + num_bytes > self.max_bytes
-        if self._num_lines < self.max_requests and not is_too_large:
+        is_too_large = size > 0 and size + num_bytes > MAX_BYTES
+        if self._num_lines < MAX_REQUESTS and not is_too_large:
             return path
         self._number, self._num_lines = self._number + 1, 0
         return self._path_for(num_bytes)

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from dataset import DIGIT_QUESTIONS
 from stageline.data.text.processor import compose_processor, save_processor
-from stageline.tasks.digits import QUESTIONS
 
 IMAGE_SIZE = 16
 PATCH_SIZE = 4
@@ -35,7 +35,7 @@ _SPECIAL = {
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """Return a tokenizer with tokens for the questions; other text is split into bytes."""
     return train_internvl_tokenizer(
-        [f"\n{question}\nAnswer: {digit}" for question in QUESTIONS for digit in range(10)],
+        [f"\n{question}\nAnswer: {digit}" for question in DIGIT_QUESTIONS for digit in range(10)],
         pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
         vocab_size=384,
     )

@@ -5,7 +5,6 @@ torch.cuda, torch.xpu and torch_npu's torch.npu have one interface.
 """
 
 import contextlib
-import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -126,33 +125,3 @@ def available_memory() -> int | None:
         cached = re.search(r"inactive_file (\d+)", (folder / "memory.stat").read_text())
         found.append(limit - used + (int(cached[1]) if cached else 0))
     return min(found, default=None)
-
-
-# settings of torch's allocators; a user's own setting is kept
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-_ROUND_UP = "pinned_max_round_threshold_mb"  # larger blocks have exactly the requested length
-
-
-def settle_allocators() -> None:
-    """Set torch's allocators for GPUs, before the first one is used; not where the user has.
-
-    Segments grow, because micro-batches have lengths of their own. Pinned blocks have the size that
-    was asked for: torch would round each up to a power of two.
-    """
-    if os.environ.keys() & set(ALLOCATOR_VARIABLES) or not torch.cuda.is_available():
-        return
-    wanted = "expandable_segments:True"
-    # a key that a release does not know would end the run
-    header = Path(torch.__file__).parent / "include/c10/core/AllocatorConfig.h"
-    if header.is_file() and _ROUND_UP.removesuffix("_mb") in header.read_text(errors="replace"):
-        wanted += f",{_ROUND_UP}:1"
-    os.environ[ALLOCATOR_VARIABLES[0]] = wanted
-
-
-def pinned_block(num_bytes: int) -> int:
-    """Return the host bytes that torch allocates for a pinned tensor of `num_bytes`."""
-    told = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), "")
-    found = re.search(rf"{_ROUND_UP}:(\d+)", told)
-    if num_bytes == 0 or (found is not None and num_bytes > int(found[1]) << 20):
-        return num_bytes
-    return 1 << (num_bytes - 1).bit_length()

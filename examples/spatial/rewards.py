@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from examples.spatial.answers import parse_choice, parse_directions
-from stageline.tasks.rewards import is_answer, references, right_choice, said
+from stageline.evaluation.rewards import is_answer, references, right_choice, said
 
 Sample = Mapping[str, Any]
 

@@ -19,8 +19,8 @@ from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     list_names,
-    open_tensors,
     read_tensors,
+    tensor_shapes,
 )
 from stageline.checkpoint.layout import BASE_FOLDER, base_sum, own_manifest
 from stageline.errors import CheckpointError, UserError
@@ -567,12 +567,10 @@ def rows_of_adapter(folder: Path, width: int | None) -> list[int]:
     file = folder / ADAPTER_FILE
     if not kept or not file.exists():
         return sizes
-    with open_tensors(file) as tensors:
-        for name in list(tensors.keys()):
-            module = name.removesuffix(".weight")
-            is_matrix = module.endswith(VOCABULARIES) and module.endswith(kept)
-            shape = tensors.get_slice(name).get_shape() if is_matrix and module != name else []
-            sizes += [shape[0]] if shape[1:] == [width] else []
+    for name, shape in tensor_shapes([file]).items():
+        module = name.removesuffix(".weight")
+        is_matrix = module != name and module.endswith(VOCABULARIES) and module.endswith(kept)
+        sizes += [shape[0]] if is_matrix and shape[1:] == (width,) else []
     return sizes
 
 

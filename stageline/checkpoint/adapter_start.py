@@ -29,7 +29,7 @@ from stageline.checkpoint.init import init_lora
 from stageline.errors import UserError, spelled
 from stageline.modules.lora import RowChoice, RowLoRA, innermost, lora_stacks
 from stageline.modules.lora_layer import Linear, Pair, dense_weight, put_weight
-from stageline.modules.part_lora import LORA_PARTS, PartLoRA
+from stageline.modules.part_lora import LORA_PARTS, PartLoRA, module_at
 from stageline.stage import Stage
 
 
@@ -162,13 +162,10 @@ def merge_adapter(model: Stage, adapter: Adapter) -> None:
     fit_vocabulary(model, [adapter])
     for name in adapter.pairs:
         path, leaf = adapter.place(name)
-        try:
-            module = innermost(model.get_submodule(path))
-        except AttributeError:
+        module = module_at(model, path)
+        if module is None or getattr(innermost(module), leaf or "weight", None) is None:
             continue  # another stage has it
-        if getattr(module, leaf or "weight", None) is None:
-            continue
-        for ((layer, base),) in lora_stacks(adapter.wrap(name, module)).values():
+        for ((layer, base),) in lora_stacks(adapter.wrap(name, innermost(module))).values():
             put_weight(base, layer.merged(dense_weight(base)), why="merging an adapter")
     here = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     wrapped = {name.replace(".lora_module.", ".") for name in here}
@@ -204,10 +201,7 @@ def attach_beside(model: Stage, folders: Sequence[str]) -> None:
                 "but LoRA on linear layers. Serve it by itself (`adapter_path` without a name)."
             )
         for name in adapter.pairs:
-            try:
-                module = model.get_submodule(name)
-            except AttributeError:
-                continue  # another stage has it
+            module = module_at(model, name)  # None: another stage has it
             if getattr(module, "weight", None) is None or "weight" in vars(module):
                 continue
             if not isinstance(module, RowLoRA):

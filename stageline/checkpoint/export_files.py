@@ -27,7 +27,7 @@ from stageline.checkpoint.files import (
     ADAPTER_FILE,
     FILE_MODE,
     find_checkpoint,
-    open_tensors,
+    read_tensors,
     write_tensors,
 )
 from stageline.checkpoint.layout import (
@@ -150,8 +150,7 @@ def write_adapter(source: Path, draft: Path, dtype_of: Callable[[str], torch.dty
     base = str(config.get("base_model_name_or_path") or "")
     if base and not Path(base).expanduser().exists() and (source / base).exists():
         config["base_model_name_or_path"] = str((source / base).resolve())
-    with open_tensors(source / ADAPTER_FILE) as file:
-        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    tensors = dict(sorted(read_tensors(source / ADAPTER_FILE).items()))
     if dtype_of is not None:
         tensors = {
             name: value.to(dtype_of(name.removeprefix(PEFT_PREFIX)))

@@ -32,7 +32,7 @@ MOST_NAMED = 3
 
 
 def check_finite(
-    named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     what: str,
     cure: str,
@@ -48,8 +48,7 @@ def check_finite(
     Raises:
         NonFiniteError: names the first ones that are not finite.
     """
-    items = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-    bad = [(name, tensor) for name, tensor in items if not is_finite(tensor)]
+    bad = [(name, tensor) for name, tensor in named_tensors if not is_finite(tensor)]
     if not bad:
         return
     told = []
@@ -74,7 +73,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 CPU = torch.device("cpu")
 UNSET = -(2**31)  # for whole numbers what NaN is for others
-HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def init_split_model(
@@ -147,7 +145,7 @@ def materialise(
     made: dict[int, nn.Parameter] = {}
     whole = getattr(model, "whole", None)
     # transformers builds some tensors in another dtype than the model's on purpose
-    built: tuple[torch.dtype, ...] = HALF_AND_SINGLE
+    built: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
     if whole is not None and next(whole.parameters(), None) is not None:
         built = (whole.dtype,)
     is_kept = float32_names(whole, dtype)

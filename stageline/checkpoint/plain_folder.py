@@ -37,14 +37,13 @@ from stageline.checkpoint.files import ADAPTER_CONFIG, weight_files, weights_fin
 from stageline.checkpoint.init import round_weights
 from stageline.checkpoint.layout import MANIFEST, discard, draft_name, read_manifest, verify
 from stageline.checkpoint.plain_model import CLASSIFIER, adapter_dtype, is_scored, load_plain
+from stageline.checkpoint.save import MAX_SHARD_BYTES
 from stageline.checkpoint.shards import save_stop_ids
 from stageline.errors import StorageError, UserError
 from stageline.hub import name_of
 from stageline.model_folder import files_fingerprint, load_config
 from stageline.modules.lora import merge_lora
 from stageline.stage import default_loader
-
-MAX_SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
@@ -193,16 +192,12 @@ def export_folder(
     return ExportReport(target, keeps_adapter, tuple(notes))
 
 
-_KEY_LENGTH = 16
-
-
 def plain_folder(
     source: str | Path,
     *,
     cache: str | Path,
     adapter_paths: Sequence[str | Path] = (),
     adapter_weights: Sequence[float] | None = None,
-    dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> Path:
     """Return the folder of a model for engines that read no other, exported first if need be.
@@ -211,7 +206,6 @@ def plain_folder(
         source: a model folder, an adapter folder, or a checkpoint that a run saved.
         cache: folder of the exported folders.
         adapter_paths, adapter_weights: LoRA adapters that are merged into it.
-        dtype: of an exported folder's weights; None: as they are.
     """
     folder = find_source(source)
     is_adapter = (folder / ADAPTER_CONFIG).exists()
@@ -222,9 +216,9 @@ def plain_folder(
         return folder
     parts = [folder, *([find_base(folder)] if is_adapter else []), *map(Path, adapter_paths)]
     facts = [folder_facts(part.expanduser().absolute()) for part in parts]
-    settings = [list(adapter_weights or ()), str(dtype)]
-    key = hashlib.sha256(json.dumps([facts, settings], sort_keys=True).encode()).hexdigest()
-    target = Path(cache).expanduser().absolute() / f"{folder.name}-{key[:_KEY_LENGTH]}"
+    content = [facts, list(adapter_weights or ())]
+    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    target = Path(cache).expanduser().absolute() / f"{folder.name}-{key}"
     if target.exists():
         return target
     return export_folder(
@@ -233,7 +227,6 @@ def plain_folder(
         merge=is_adapter,
         adapter_paths=adapter_paths,
         adapter_weights=adapter_weights,
-        dtype=dtype,
         trust_remote_code=trust_remote_code,
     ).folder
 

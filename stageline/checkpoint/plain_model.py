@@ -17,8 +17,8 @@ from stageline.checkpoint.files import (
     ADAPTER_FILE,
     list_names,
     misfits,
-    open_tensors,
     other_shape,
+    tensor_names,
     weight_files,
 )
 from stageline.checkpoint.init import check_finite, loaded_dtype, round_weights
@@ -207,9 +207,8 @@ def adapter_dtype(
     adapter: Path, dtype: torch.dtype, *, trust_remote_code: bool
 ) -> Callable[[str], torch.dtype]:
     """Return a function: name of a weight of an adapter -> the type it has in a base of `dtype`."""
-    with open_tensors(adapter / ADAPTER_FILE) as tensors:
-        if all(".lora_" in name for name in tensors.keys()):  # noqa: SIM118 - no dict
-            return lambda name: dtype  # its base need not be here
+    if all(".lora_" in name for name in tensor_names(adapter / ADAPTER_FILE)):
+        return lambda name: dtype  # its base need not be here
     config = load_config(config_folder(adapter), trust_remote_code=trust_remote_code)
     model_class = _class_of(config)
     if model_class is not transformers.AutoModelForCausalLM:

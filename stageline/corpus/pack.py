@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy
+from filelock import FileLock
 
 from stageline.corpus.corpus_files import map_file, open_corpus
 from stageline.corpus.header import BEGINS, ENDS, damaged, framed, path_of, unframed
@@ -277,6 +278,15 @@ def pack_corpus(
         whole.sync()
         os.replace(whole.path, path_of(prefix, ".pack"))
     return PackedRows(prefix)
+
+
+def open_packed(prefix: str, row_length: int | None) -> PackedRows:
+    """Return the packed rows of a corpus; one process of a machine makes missing ones."""
+    if path_of(prefix, ".pack").exists():  # the folder may be read-only, without room for a lock
+        rows = PackedRows(prefix)
+        return rows if row_length in (None, rows.row_length) else pack_corpus(prefix, row_length)
+    with FileLock(f"{prefix}.pack.lock"):
+        return pack_corpus(prefix, row_length)
 
 
 @dataclass(frozen=True)

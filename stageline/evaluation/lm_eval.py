@@ -8,9 +8,7 @@ may import this file at its top.
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jinja2
@@ -19,7 +17,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from stageline.data.text.processor import get_tokenizer
@@ -271,92 +269,3 @@ def _whole(events: Iterable[Any]) -> Iterator[Any]:
         if isinstance(event, Failed):
             raise event.error
         yield event
-
-
-@dataclass(frozen=True)
-class TaskSettings:
-    """Arguments of `lm_eval.simple_evaluate` other than model and tasks."""
-
-    num_fewshot: int | None = None
-    limit: float | None = None
-    apply_chat_template: bool = False
-    system_instruction: str | None = None
-    fewshot_as_multiturn: bool = True
-    gen_kwargs: str | None = None
-    confirm_run_unsafe_code: bool = False
-    log_samples: bool = False
-
-
-def find_tasks(names: Sequence[str], *, include_path: str | Path | None = None) -> Any:
-    """Return lm_eval's manager of tasks, which has all of these tasks, groups or tags.
-
-    Args:
-        include_path: folder with tasks of one's own; lm_eval's are looked at (which takes some
-            seconds) where these are not enough.
-
-    Raises:
-        UserError: there is no such task.
-    """
-    from lm_eval.tasks import TaskManager
-
-    missing = list(names)
-    for has_all in (False, True) if include_path is not None else (True,):
-        path = None if include_path is None else str(include_path)
-        manager = TaskManager(include_path=path, include_defaults=has_all)
-        missing = [name for name in names if not manager.match_tasks([name])]
-        if not missing:
-            break
-    if missing:
-        where = f"lm_eval and {include_path}" if include_path else "lm_eval"
-        raise UserError(
-            f"{where} has no task {', '.join(missing)}. Choose one that `lm_eval ls tasks` lists, "
-            "or give the folder of your own YAML files with `include_path`."
-        )
-    return manager
-
-
-def run_tasks(
-    engine: Any,
-    names: Sequence[str],
-    *,
-    manager: Any,
-    settings: TaskSettings,
-    add_bos_token: bool | None = None,
-    seed: int = 0,
-    described: Mapping[str, Any] = {},
-    output_path: str | Path | None = None,
-) -> dict[str, Any]:
-    """Ask all questions of the tasks, and return what `lm_eval.simple_evaluate` returns.
-
-    Args:
-        manager: what `find_tasks` found.
-        seed: of sampled answers; that of examples is lm_eval's own, so that figures compare.
-        described: the model in the words of the results file; its `pretrained` names a folder.
-        output_path: folder of results_DATE.json, and samples_TASK_DATE.jsonl where they are logged.
-    """
-    import lm_eval
-    from lm_eval.loggers import EvaluationTracker
-
-    tracker = EvaluationTracker(output_path=None if output_path is None else str(output_path))
-    names = [name for pattern in names for name in manager.match_tasks([pattern])]
-    results = lm_eval.simple_evaluate(
-        StagelineLM(engine, add_bos_token=add_bos_token, seed=seed),
-        model_args=dict(described),
-        tasks=list(dict.fromkeys(names)),
-        task_manager=manager,
-        evaluation_tracker=tracker,
-        **vars(settings),
-    )
-    samples = results.pop("samples", None)
-    tracker.save_results_aggregated(results=results, samples=samples)
-    if samples is not None:
-        for name in results["configs"]:
-            tracker.save_results_samples(task_name=name, samples=samples[name])
-        results["samples"] = samples
-    return results
-
-
-def results_table(results: dict[str, Any]) -> str:
-    """Return lm_eval's tables of the results, and of groups if there are any."""
-    kinds = ["results", *(["groups"] if "groups" in results else [])]
-    return "\n".join(make_table(results, kind) for kind in kinds)

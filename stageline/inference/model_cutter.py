@@ -12,11 +12,13 @@ only (both are compared in benchmarks/model_cutter_2026-11-22.md).
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
+from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from stageline import tables
 from stageline.errors import UserError
@@ -266,3 +268,44 @@ class ModelCutter:
                 self._place(child, layers, placed)
             else:
                 placed[child] = 0
+
+
+def make_cutter(
+    config: PretrainedConfig,
+    *,
+    memory: tuple[int, ...],
+    visual_gpu_ratio: float | None,
+    placement: Wanted,
+    dtype: torch.dtype | None = None,
+    quantization: str | None = None,
+    **options: Any,
+) -> ModelCutter:
+    """Return a cutter of the model on the meta device."""
+    whole = model_on_meta(config, dtype=dtype, **options)
+    if quantization:
+        whole.config.quantization_config = quantization_settings(quantization)
+    is_blind = getattr(config, "vision_config", None) is None
+    return ModelCutter(
+        whole,
+        num_devices=len(memory),
+        visual_gpu_ratio=visual_gpu_ratio,
+        memory=memory,
+        load=replace(placement.load, images=0) if is_blind else placement.load,
+    )
+
+
+def free_memory(devices: Sequence[torch.device]) -> tuple[int, ...]:
+    """Return the free bytes of each device, including memory that this process holds unused."""
+    module = torch.get_device_module(devices[0])
+    return tuple(
+        module.mem_get_info(device)[0]
+        + module.memory_reserved(device)
+        - module.memory_allocated(device)
+        for device in devices
+    )
+
+
+def quantization_settings(kind: str) -> dict[str, Any]:
+    """Return the quantization entry of config.json, which suffices to count bytes."""
+    bits = {"load_in_8bit": True} if kind == "int8" else {"load_in_4bit": True}
+    return {"quant_method": "bitsandbytes", **bits}

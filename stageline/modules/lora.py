@@ -300,20 +300,17 @@ def wrap_linear(
         The module, or its wrapper when it is a linear layer itself.
     """
     root = module
-    for parent, leaf, name in list(_candidates(module, prefix, tuple(skip))):
+    for parent, inner, name in list(_candidates(module, prefix, tuple(skip))):
         if not is_target(name, target):
             continue
-        inner = module if parent is None else parent._modules[leaf]
-        assert inner is not None  # it was found there
         wrapper = LoRAWrapper(inner, rank=rank, alpha=alpha, dropout=dropout, **kind)
         full_name = f"{name}.lora" if name else "lora"
         init_lora_layer(wrapper.lora, full_name, seed=seed, base=innermost(wrapper))
         if parent is None:
             root = wrapper
         else:
-            parent._modules[leaf] = wrapper
-    for parent, leaf, name in list(_expert_modules(module, prefix, tuple(skip))):
-        inner = module if parent is None else cast(nn.Module, parent._modules[leaf])
+            parent._modules[name.rpartition(".")[2]] = wrapper
+    for parent, inner, name in list(_expert_modules(module, prefix, tuple(skip))):
         found = expert_parameters(innermost(inner))
         leaves = [one for one in found if is_target(f"{name}.{one}", target, is_parameter=True)]
         if not leaves:
@@ -325,18 +322,21 @@ def wrap_linear(
         if parent is None:
             root = experts
         else:
-            parent._modules[leaf] = experts
+            parent._modules[name.rpartition(".")[2]] = experts
     return root
+
+
+Found = tuple[nn.Module | None, nn.Module, str]  # parent, what was found in it, full name
 
 
 def _expert_modules(
     module: nn.Module, name: str, skip: tuple[str, ...], parent: nn.Module | None = None
-) -> Iterator[tuple[nn.Module | None, str, str]]:
-    """(parent, name in it, full name) of every module with fused weights of experts."""
+) -> Iterator[Found]:
+    """Yield every module with fused weights of experts."""
     if name and name in skip:
         return
     if expert_parameters(innermost(module)):
-        yield parent, name.rpartition(".")[2], name
+        yield parent, module, name
     elif not isinstance(module, LoRAWrapper):
         for leaf, child in module.named_children():
             yield from _expert_modules(child, f"{name}.{leaf}" if name else leaf, skip, module)
@@ -346,28 +346,25 @@ def expert_names(module: nn.Module, *, prefix: str = "", skip: Iterable[str] = (
     """Return the full names of the fused weights that `wrap_linear` would look at."""
     return [
         f"{name}.{leaf}" if name else leaf
-        for parent, own, name in _expert_modules(module, prefix, tuple(skip))
-        for leaf in expert_parameters(
-            innermost(module if parent is None else cast(nn.Module, parent._modules[own]))
-        )
+        for _, found, name in _expert_modules(module, prefix, tuple(skip))
+        for leaf in expert_parameters(innermost(found))
     ]
 
 
 def _candidates(
     module: nn.Module, name: str, skip: tuple[str, ...], parent: nn.Module | None = None
-) -> Iterator[tuple[nn.Module | None, str, str]]:
-    """(parent, name in it, full name) of every linear layer that is called as a module."""
+) -> Iterator[Found]:
+    """Yield every linear layer that is called as a module."""
     if name and name in skip:
         return
     if is_linear(module):
         if "weight" in vars(module):
             return  # another stage has the weight, zeros stand for it here
-        yield parent, name.rpartition(".")[2], name
+        yield parent, module, name
         return
-    if isinstance(module, ExpertsLoRA):
+    # attention of torch reads the weight of its linear layer and never calls it
+    if isinstance(module, ExpertsLoRA | nn.MultiheadAttention):
         return
-    if isinstance(module, nn.MultiheadAttention):
-        return  # reads the weight of its linear layer and never calls it
     for leaf, child in module.named_children():
         yield from _candidates(child, f"{name}.{leaf}" if name else leaf, skip, module)
 

@@ -11,7 +11,7 @@ Shapes: N new tokens, V rows, H hidden size.
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from stageline.errors import UserError
 from stageline.modules.lora_layer import name_seed
 from stageline.modules.methods import linear_in_float32
+from stageline.modules.part_lora import module_at
 from stageline.stage import Stage
 
 Matrix = nn.Embedding | nn.Linear
@@ -51,16 +52,12 @@ class NewRows:
     seed: int = 0
     multiple: int = 1
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that embedding and head need at least."""
-        return max(self.ids) + 1
-
     def padded(self, before: int) -> int:
-        """Rows that they have, of `before` ones: rounded up where some are added."""
-        if self.num_rows <= before:
-            return self.num_rows
-        return math.ceil(self.num_rows / self.multiple) * self.multiple
+        """Return the rows of embedding and head: beyond `before` ones, rounded up."""
+        needed = max(self.ids) + 1
+        if needed <= before:
+            return needed
+        return math.ceil(needed / self.multiple) * self.multiple
 
 
 def vocabulary_paths(whole: PreTrainedModel) -> tuple[str, ...]:
@@ -74,11 +71,8 @@ def vocabulary_modules(model: nn.Module, paths: Iterable[str]) -> dict[str, Matr
     """Return the modules at the paths that have a weight here: a stage may have dropped some."""
     modules = {}
     for path in paths:
-        try:
-            module = model.get_submodule(path)
-        except AttributeError:
-            continue
-        if module._parameters.get("weight") is not None:
+        module = module_at(model, path)
+        if module is not None and module._parameters.get("weight") is not None:
             modules[path] = cast(Matrix, module)
     return modules
 
@@ -233,21 +227,15 @@ def _score_new(
     return logits.index_copy_(-1, rows.ids, own.to(logits.dtype))
 
 
-def token_rows(model: nn.Module) -> Iterator[tuple[Matrix, TokenRows]]:
-    """Yield (module with the matrix, its rows) of all that train only new rows."""
-    for module in list(model.modules()):
-        child = module._modules.get(ROWS)
-        if isinstance(child, TokenRows):
-            yield cast(Matrix, module), child
-
-
 @torch.no_grad()
 def fold_rows(model: nn.Module) -> None:
     """Write the rows into their matrices, where nothing else changes."""
-    for module, rows in token_rows(model):
-        weight = module.weight
-        ids = rows.ids.to(weight.device)
-        weight.index_copy_(0, ids, rows.weight.detach().to(weight))
+    for module in model.modules():
+        rows = module._modules.get(ROWS)
+        if isinstance(rows, TokenRows):
+            weight = cast(Matrix, module).weight
+            ids = rows.ids.to(weight.device)
+            weight.index_copy_(0, ids, rows.weight.detach().to(weight))
 
 
 def is_row_name(name: str) -> bool:

@@ -117,7 +117,7 @@ def find_targets(
         here: list[tuple[nn.Module, dict[str, Any]]] = [
             (module, {"prefix": prefix, "skip": [*skip, *kept]})
             for prefix, skip in _prefixes(part, parts)
-            if (module := _module_at(whole, prefix)) is not None
+            if (module := module_at(whole, prefix)) is not None
         ]
         names = [name for module, place in here for name in linear_names(module, **place)]
         experts = [name for module, place in here for name in expert_names(module, **place)]
@@ -155,10 +155,11 @@ def find_targets(
     return found
 
 
-def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+def module_at(model: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at a path; None where another stage has it."""
     try:
         return model.get_submodule(path)
-    except AttributeError:  # another stage has it, or it is a parameter: LLaVA-NeXT's line end
+    except AttributeError:  # or it is a parameter: LLaVA-NeXT's line end
         return None
 
 
@@ -169,9 +170,9 @@ def wrap_parts(
     for part, one in lora.items():
         for prefix, skip in _prefixes(part, parts):
             for _ in range(one.num):
-                module = _module_at(model, prefix)
+                module = module_at(model, prefix)
                 if module is None:
-                    continue  # another stage owns this part
+                    continue
                 kind = {name: getattr(one, name) for name in LAYER_OPTIONS}
                 wrapped = wrap_linear(module, prefix=prefix, skip=skip, target=one.target, **kind)
                 if wrapped is not module:  # the part is a linear layer itself

@@ -93,18 +93,8 @@ def _by_answer(values_BT: torch.Tensor, batch: MicroBatch, num_answers: int) -> 
 
 
 def learnt_tokens(batch: MicroBatch) -> torch.Tensor:
-    """Whether the token that a place predicts is in the loss, [B, T]."""
+    """Whether the token that a place predicts is in the loss, [B, T]; the end of an answer is."""
     return (next_labels(batch) != IGNORE) & _by_token(given(batch, IS_LEARNT, ANSWERS), batch)
-
-
-def count_learnt_tokens(batch: MicroBatch) -> int:
-    """Count the tokens in the loss, including the one that ends an answer."""
-    return int(learnt_tokens(batch).sum())
-
-
-def count_answers(batch: MicroBatch) -> int:
-    """Answers of a micro-batch that count."""
-    return int(given(batch, IS_COUNTED, ANSWERS).sum())
 
 
 def with_stand_ins(batch: MicroBatch) -> dict[str, torch.Tensor]:

@@ -56,6 +56,8 @@ from stageline.pipeline.stage_passes import (
 )
 from stageline.stage import Stage
 
+META = torch.device("meta")
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -213,14 +215,12 @@ class MemoryRules:
         update_bytes: peak of an update, without that state, for each trained element.
         shards: replicas that share weights and optimizer state; in a step each has whole weights
             and gradients in addition to its shares.
-        workspace: bytes of libraries on each device.
         teacher: (stage, stages) -> bytes of a teacher next to it; None: there is none.
     """
 
     optimizer_bytes: float = 8.0
     update_bytes: float = 0.0
     shards: int = 1
-    workspace: int = 0
     teacher: Callable[[int, int], int] | None = None
 
 
@@ -245,7 +245,6 @@ class RankMemory:
     activations: int
     inputs: int
     update: int
-    workspace: int
     cache: int = 0
     answering: int = 0
     teacher: int = 0
@@ -258,7 +257,7 @@ class RankMemory:
     @property
     def lasting(self) -> int:
         """Bytes that are in use at each moment of a step."""
-        return self.weights + self.state + self.workspace + self.teacher
+        return self.weights + self.state + self.teacher
 
     @property
     def peak(self) -> int:
@@ -328,7 +327,6 @@ def memory_of(
         activations=activations,
         inputs=(costs.batch * num_micro_batches if 0 in held else 0) + num_borders * costs.border,
         update=int(num_trained * rules.update_bytes) // rules.shards,
-        workspace=rules.workspace,
         cache=total.cache,
         answering=total.answering,
         teacher=sum(rules.teacher(stage, num_stages) for stage in held) if rules.teacher else 0,
@@ -432,11 +430,10 @@ class Outline(ModelCosts):
 
 def outline_of(make_piece: MakePiece) -> Outline:
     """Looks at a model on the meta device."""
-    meta = torch.device("meta")
-    whole = make_piece(stage=0, num_stages=1, partition=None, device=meta)
+    whole = make_piece(stage=0, num_stages=1, partition=None, device=META)
     num_layers = whole.num_layers()
     ends = [
-        make_piece(stage=stage, num_stages=3, partition=[0, num_layers, 0], device=meta)
+        make_piece(stage=stage, num_stages=3, partition=[0, num_layers, 0], device=META)
         for stage in (FIRST, LAST)
     ]
     first, last = (dict(end.named_parameters()) for end in ends)
@@ -517,24 +514,17 @@ class Workload:
     repeats: int = 5
 
 
-def measure(
-    outline: Outline, workload: Workload, *, run_class: "type[ItemRun] | None" = None
-) -> ModelCosts:
-    """Measure every item once; layers of one kind are measured as one.
-
-    Args:
-        run_class: what runs an item; `ItemRun` times it.
-    """
-    run_class = run_class or ItemRun
+def measure(outline: Outline, workload: Workload) -> ModelCosts:
+    """Measure every item once; layers of one kind are measured as one."""
     # a stage without layers has a forward pass only: its masks need no gradient
-    with run_class(outline.piece(None, workload.device), workload) as run:
+    with ItemRun(outline.piece(None, workload.device), workload) as run:
         border = tensor_bytes(batch_input(run.model, workload.batch))
         overhead = Cost(forward=run.time()[Kind.FORWARD])
     found = {}
     for item in {0, *(kind + 1 for kind in outline.kinds), outline.num_layers + 1}:
         piece = outline.piece(item, workload.device)
         computes, sends = outline.computes(item), outline.sends(item)
-        with run_class(piece, workload, computes=computes, sends=sends) as run:
+        with ItemRun(piece, workload, computes=computes, sends=sends) as run:
             times = run.time()
             saved, shared, transient = run.weigh()
         found[item] = replace(cost_of(times), saved=saved, transient=transient), shared
@@ -697,7 +687,7 @@ def answering_costs(costs: ModelCosts, outline: Outline, weigh: WeighAnswers) ->
     """
     items = {0, *(kind + 1 for kind in outline.kinds), outline.num_layers + 1}
     try:
-        found = {item: weigh(outline.piece(item, torch.device("meta"))) for item in items}
+        found = {item: weigh(outline.piece(item, META)) for item in items}
     except Exception as error:  # a forward pass that looks at numbers, or has no kernel on meta
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         return replace(costs, not_counted=f"keys and values of the answers ({why})")
@@ -760,7 +750,7 @@ def model_on_meta(
     """The model of a config, without weights; `options` are those of `from_config`."""
     given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     given |= attention_options(config, options.pop("attn_implementation", None))
-    with torch.device("meta"):
+    with META:
         return called_alike(auto_class_of(config).from_config(config, **given, **options).eval())
 
 
@@ -790,9 +780,6 @@ def text_model_path(model: PreTrainedModel) -> str:
     """The module that has the token embeddings as its child."""
     names = {id(module): name for name, module in model.named_modules()}
     return names[id(model.get_input_embeddings())].rpartition(".")[0]
-
-
-META = torch.device("meta")
 
 
 @dataclass(frozen=True)

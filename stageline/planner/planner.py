@@ -326,19 +326,15 @@ class Planner:
             )
         return "\n".join(lines)
 
-    def advice(
-        self, capacities: tuple[int, ...] | None = None, sizes: list[int] | None = None
-    ) -> list[Choice]:
+    def advice(self, capacities: tuple[int, ...] | None = None) -> list[Choice]:
         """Ways to run the same step on as many ranks, the most promising first.
 
-        Args:
-            sizes: of micro-batches; by default the run's, its half and its double.
+        Micro-batches have the size of the run, half of it or twice as many samples.
         """
         size = self.micro_batch_size
-        if sizes is None:
-            near = {size, 2 * size, *([size // 2] if size % 2 == 0 else [])}
-            whole = (s for s in near if s % self.group_size == 0)
-            sizes = sorted(s for s in whole if self.num_samples % s == 0)
+        near = {size, 2 * size, *([size // 2] if size % 2 == 0 else [])}
+        whole = (s for s in near if s % self.group_size == 0)
+        sizes = sorted(s for s in whole if self.num_samples % s == 0)
         return advise(
             {size: self.measured(size) for size in sizes},
             num_ranks=self.schedule.num_ranks,

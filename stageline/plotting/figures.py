@@ -193,17 +193,6 @@ IDLE = "#e9ebee"
 NARROW = 0.012  # share of the time axis; shorter bars have no number
 
 
-def plot_timeline(
-    measured: Sequence[TimelineEvent],
-    ideal: Sequence[TimelineEvent] | None,
-    path: Path,
-    *,
-    title: str,
-) -> None:
-    """Write the picture of `timeline_figure`."""
-    save_figure(timeline_figure(measured, ideal, title=title), path, dpi=120)
-
-
 def timeline_figure(
     measured: Sequence[TimelineEvent], ideal: Sequence[TimelineEvent] | None, *, title: str
 ) -> Figure:

@@ -59,17 +59,10 @@ _COLOR, _UNPARSED, _CHANCE = "#4c78a8", "#c8ccd0", "#e45756"
 Groups = Mapping[str, Mapping[str, Any]]
 
 
-def plot_groups(report: Mapping[str, Any], path: Path) -> None:
-    """Write a picture of all groupings of a report; where it has none, nothing."""
-    figure = groups_figure(report)
-    if figure is not None:
-        save_figure(figure, path, dpi=110)
-
-
 def groups_figure(report: Mapping[str, Any]) -> Figure | None:
     """Draw a panel a grouping: share of right answers, its interval, unparsed ones, chance.
 
-    Grades, which have no Wilson interval, are shown by their mean.
+    Grades, which have no Wilson interval, are shown by their mean. None: the report has no groups.
     """
     groupings: dict[str, Groups] = dict(report["groupings"])
     if report["groups"] and report["groups"] not in groupings.values():
@@ -133,50 +126,47 @@ def _draw(
     axes.set_title(f"{name}: {what}, 95 % intervals", fontsize=9, parse_math=False)
 
 
-ARROW = "→ "
 _COLORS = {True: "#1a7f37", False: "#cf222e", None: "#6e7781"}
 _WORDS = {True: "right", False: "wrong", None: ""}
 _LINE = 32  # characters; wide ones are twice as wide
 _MOST_LINES = 4  # limit for the prediction and each other paragraph
-
-
-def caption(question: str, prediction: str, answer: str) -> str:
-    """Return the text below a sample: the question, an arrow with the prediction, the answer."""
-    question, prediction, answer = (
-        " ".join(str(text).split()) for text in (question, prediction, answer)
-    )
-    lines = [question, ARROW + (prediction or "(nothing)"), answer and f"answer: {answer}"]
-    return "\n".join(line for line in lines if line)
+Row = tuple[Sequence[Any] | None, Mapping[str, Any], str]  # images, sample, prediction
 
 
 def plot_predictions(
-    images: Sequence[Any | None],
-    titles: Sequence[str],
-    correct: Sequence[bool | None],
+    rows: Sequence[Row],
     path: Path,
     *,
-    ids: Sequence[str] = (),
+    correct: Sequence[bool | None] | None = None,
     summary: str = "",
 ) -> None:
     """Write a grid of samples, and next to it `path` with the suffix .md, which cuts no text.
 
     Args:
-        images: one picture per sample, None for a sample of text.
-        titles: the text of each, as `caption` makes it; its line with an arrow is the heading.
-        correct: True is green, False red, None grey.
-        ids: of the samples, shown with them.
+        correct: True is green, False red, None grey; default: whether the prediction is the answer.
         summary: the heading of all; by default how many of these are wrong.
     """
-    if not images:
+    if not rows:
         return
-    known = [is_correct for is_correct in correct if is_correct is not None]
-    summary = summary or (f"{known.count(False)} wrong of {len(known)}" if known else "")
-    columns = min(6, len(images))
-    num_rows = -(-len(images) // columns)
-    height = 2.0 if all(image is None for image in images) else 4.0
+    known = [shown(sample, images) for images, sample, _ in rows]
+    if correct is None:
+        answers = [answer.strip() for _, _, answer in known]
+        pairs = zip(answers, rows, strict=True)
+        correct = [answer == row[2].strip() if answer else None for answer, row in pairs]
+    if not summary and (num_known := len(correct) - correct.count(None)):
+        summary = f"{correct.count(False)} wrong of {num_known}"
+    columns = min(6, len(rows))
+    num_rows = -(-len(rows) // columns)
+    height = 2.0 if all(image is None for image, _, _ in known) else 4.0
     figure = Figure(figsize=(2.4 * columns, height * num_rows + 0.3), layout="constrained")
     figure.suptitle(summary, fontsize=11, parse_math=False)
-    for place, (image, title, is_correct) in enumerate(zip(images, titles, correct, strict=True)):
+    style: dict[str, Any] = {"fontsize": 8, "parse_math": False}  # a dollar sign is one
+    table = [["id", "", "sample"]]
+    for place, (_, sample, prediction) in enumerate(rows):
+        image, *texts = known[place]
+        question, answer, said = (" ".join(str(one).split()) for one in (*texts, prediction))
+        said, answer = f"→ {said or '(nothing)'}", answer and f"answer: {answer}"
+        name, color = str(sample.get("id", place)), _COLORS[correct[place]]
         axes = figure.add_subplot(num_rows, columns, place + 1, xticks=[], yticks=[])
         if image is None:
             axes.set_box_aspect(0.02)
@@ -184,17 +174,16 @@ def plot_predictions(
             picture = image.convert("RGB")
             picture.thumbnail((512, 512))  # no larger than what is drawn
             axes.imshow(picture)
-        paragraphs = title.split("\n")
-        answers = [_wrapped(text) for text in paragraphs if text.startswith(ARROW)]
-        others = [_wrapped(text) for text in paragraphs if not text.startswith(ARROW)]
-        style: dict[str, Any] = {"fontsize": 8, "parse_math": False}  # a dollar sign is one
-        color = _COLORS[is_correct]
-        axes.set_title("\n".join(answers), color=color, weight="bold", **style)
-        axes.set_xlabel("\n".join([*ids[place : place + 1], *others]), **style)
+        axes.set_title(_wrapped(said), color=color, weight="bold", **style)
+        around = [_wrapped(text) for text in (question, answer) if text]
+        axes.set_xlabel("\n".join([name, *around]), **style)
         for spine in axes.spines.values():
             spine.set(edgecolor=color, linewidth=1.5)
+        whole = "\n".join(filter(None, (question, said, answer)))
+        table.append([name, _WORDS[correct[place]], whole])
     save_figure(figure, path)
-    text = predictions_markdown(titles, correct, ids=ids, summary=summary)
+    head = f"{summary}.\n\n" if summary else ""
+    text = f"{head}{markdown_table(table, num_texts=3)}\n"
     path.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
@@ -235,18 +224,3 @@ def _text_of(content: Any) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
     return str(content or "")
-
-
-def predictions_markdown(
-    titles: Sequence[str],
-    correct: Sequence[bool | None],
-    *,
-    ids: Sequence[str] = (),
-    summary: str = "",
-) -> str:
-    """Return a table of all texts in full length."""
-    rows = [["id" if ids else "#", "", "sample"]]
-    for index, (title, is_correct) in enumerate(zip(titles, correct, strict=True)):
-        rows.append([ids[index] if ids else str(index), _WORDS[is_correct], title])
-    head = f"{summary}.\n\n" if summary else ""
-    return f"{head}{markdown_table(rows, num_texts=3)}\n"

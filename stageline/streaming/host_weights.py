@@ -6,6 +6,8 @@ weight, at the price of one more copy of the trained weights.
 """
 
 import functools
+import os
+import re
 import types
 import weakref
 from collections import OrderedDict
@@ -17,12 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from stageline.device import accelerators, available_memory, is_accelerator, pinned_block
+from stageline.device import accelerators, available_memory, is_accelerator
 from stageline.errors import UserError
 from stageline.modules.quantised import make_scales_parameters, placed
 
 ALIGNMENT = 256  # bytes; what kernels and copies like
 PAGE = 4096  # bytes that are pinned at once
+# settings of torch's allocators, and the key from which on a pinned block is not rounded up
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+ROUND_UP = "pinned_max_round_threshold_mb"
 _BLOCK = 1 << 20  # elements that are converted and added at once: they stay in the cache
 
 Run = tuple[int, int]  # first address, behind the last
@@ -211,6 +216,15 @@ def _page_bytes(tensors: Sequence[torch.Tensor], *, is_pinned: bool | None = Non
     if not (accelerators() if is_pinned is None else is_pinned):
         return sum(tensor.nbytes for tensor in tensors)
     return pinned_block(offsets(tensors)[1])
+
+
+def pinned_block(num_bytes: int) -> int:
+    """Return the host bytes that torch allocates for a pinned tensor of `num_bytes`."""
+    told = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), "")
+    found = re.search(rf"{ROUND_UP}:(\d+)", told)
+    if num_bytes == 0 or (found is not None and num_bytes > int(found[1]) << 20):
+        return num_bytes
+    return 1 << (num_bytes - 1).bit_length()
 
 
 def check_host_memory(

@@ -100,8 +100,6 @@ class StageAnswers:
         # training would look for the picture of such a token
         self.image_ids = frozenset() if expander is None else expander.own_ids()
         self.models = list(runner.local)
-        # the stages need these of each micro-batch on the host
-        self.facts = getattr(self.models[0], "host_facts", None)
         for model in self.models:
             if not model.can_decode:
                 raise UserError(
@@ -250,7 +248,8 @@ def batches_of(
     """Return the micro-batches of encoded samples, `loss_rows` counting them from 0."""
     part = as_collate_part(collate)
     part = CollatePart(part.collate, encode=lambda images, sample: sample, pack=part.pack)
-    given: dict[str, Any] = {"is_sorted": is_sorted, "facts": answers.facts}
+    facts = getattr(answers.models[0], "host_facts", None)  # a custom stage may have none
+    given: dict[str, Any] = {"is_sorted": is_sorted, "facts": facts}
     kind: type[step_maker.StepMaker | step_maker.PackedStepMaker] = step_maker.StepMaker
     if options.row_capacity is not None:
         kind = step_maker.PackedStepMaker

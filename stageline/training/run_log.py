@@ -380,27 +380,20 @@ class RunLog:
         self.say(f"step {step} | held-out {' | '.join(shown)} | num_targets {result.num_targets}")
         if not self.is_main or not (result.completions or result.predicted):
             return
-        from stageline.plotting.pictures import caption, plot_predictions
-        from stageline.plotting.pictures import shown as pictured
+        from stageline.plotting.pictures import plot_predictions
 
         tokenizer = getattr(processor, "tokenizer", processor)
-        columns: list[tuple[Any, str, bool | None, str]] = []
+        rows = []
         texts: list[str | None] = [*result.completions[: self.num_pictures]]
         for ids in () if texts else result.predicted:
             texts.append(tokenizer.decode(ids, skip_special_tokens=True) if ids else None)
         for index, text in enumerate(texts):
             if text is not None:  # else dropped, or another replica's
-                pictures, sample = dataset[index]
-                text = text.strip()
-                picture, question, answer = pictured(sample, pictures)
-                answer = answer.strip()
-                is_right = text == answer if answer else None
-                title = caption(question, text, answer)
-                columns.append((picture, title, is_right, str(sample.get("id", index))))
+                images, sample = dataset[index]
+                rows.append((images, {"id": index, **sample}, text))
         folder = self.folder / "samples"
         folder.mkdir(exist_ok=True)
-        images, titles, correct, names = (list(one) for one in zip(*columns, strict=True))
-        plot_predictions(images, titles, correct, folder / f"step-{step:08d}.png", ids=names)
+        plot_predictions(rows, folder / f"step-{step:08d}.png")
 
     def ended(self, checkpoint: Path, best: BestCheckpoint) -> None:
         """Print how a run ended: its time, the last and the best evaluation, what may come next."""
@@ -421,10 +414,11 @@ class RunLog:
         """Draw the timed step of all ranks, and what the mean times would ideally give."""
         if not self.is_main or not measured:
             return
-        from stageline.plotting.figures import plot_timeline
+        from stageline.plotting.figures import save_figure, timeline_figure
 
         title = f"{self.folder.resolve().name}, step {step}"
-        plot_timeline(measured, ideal, self.folder / "timeline.png", title=title)
+        figure = timeline_figure(measured, ideal, title=title)
+        save_figure(figure, self.folder / "timeline.png", dpi=120)
         write_trace(measured, self.folder / "timeline.json")
         told = f"timeline of step {step}: {describe_timeline(measured, ideal)}"
         for line in told.splitlines():

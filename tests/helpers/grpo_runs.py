@@ -12,9 +12,15 @@ import os
 import time
 import torch
 from register import loss_fn_register, reward_register
-from stageline.modules.policy_loss import OLD, PolicyOptions, learnt_tokens, policy_loss
+from stageline.modules.policy_loss import (
+    IS_COUNTED,
+    OLD,
+    PolicyOptions,
+    learnt_tokens,
+    policy_loss,
+    token_log_probs,
+)
 from stageline.progress import place
-from stageline.modules.policy_loss import count_answers, count_learnt_tokens, token_log_probs
 
 
 @reward_register("letters")
@@ -46,7 +52,10 @@ def broken(prompts, completions, samples, *, on_rank: int = 0):
 
 @loss_fn_register(
     "watched",
-    counts={"num_tokens": count_learnt_tokens, "num_answers": count_answers},
+    counts={
+        "num_tokens": lambda batch: int(learnt_tokens(batch).sum()),
+        "num_answers": lambda batch: int(batch[IS_COUNTED].sum()),
+    },
     samples_answers=True,
     reads_by_token=True,
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from commands.decode_run import AnsweringModel
+from commands.lm_eval import find_tasks
 from register import import_shelf
 from stageline.data.text.processor import load_processor
 from stageline.errors import UserError
@@ -24,11 +25,7 @@ lm_eval = pytest.importorskip("lm_eval")
 
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
-from stageline.evaluation.lm_eval import (  # noqa: E402
-    TaskSettings,
-    find_tasks,
-    run_tasks,
-)
+from stageline.evaluation.lm_eval import StagelineLM  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["commands_choice", "commands_name", "descriptions"]
@@ -41,7 +38,7 @@ def shelf():
 
 @pytest.fixture(scope="module")
 def manager():
-    return find_tasks(NAMES, include_path=TASKS)
+    return find_tasks(NAMES, include_path=str(TASKS))
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +73,7 @@ def expected(folder, manager):
 def test_same_figures_and_answers_as_hf(folder, expected, manager, num_stages, monkeypatch):
     monkeypatch.chdir(ROOT)  # the data files of the tasks are relative to it
     engine = open_engine(folder, num_stages)
-    settings = TaskSettings(log_samples=True)
-    found = run_tasks(engine, NAMES, manager=manager, settings=settings)
+    found = lm_eval.simple_evaluate(StagelineLM(engine), tasks=NAMES, task_manager=manager)
     close = {"abs": 1e-4}
     assert_same_results(found, expected, NAMES, pair=close, whole=close | {"rel": 1e-6})
     texts = {sample["resps"][0][0] for sample in expected["samples"]["commands_name"]}
@@ -93,4 +89,4 @@ def test_an_unknown_task_is_named(monkeypatch):
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
     with pytest.raises(UserError, match="has no task no_such_task.*--lm-eval.include_path"):
-        find_tasks(["commands_choice", "no_such_task"], include_path=TASKS)
+        find_tasks(["commands_choice", "no_such_task"], include_path=str(TASKS))

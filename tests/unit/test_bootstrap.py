@@ -22,7 +22,7 @@ from stageline.evaluation.report import (
     report_markdown,
     sign_test,
 )
-from stageline.plotting.pictures import groups_figure, plot_groups
+from stageline.plotting.pictures import groups_figure, save_figure
 
 # -- intervals ---------------------------------------------------------------------------
 
@@ -164,10 +164,9 @@ def test_the_picture_shows_what_the_report_says(tmp_path):
     assert [label.get_text() for label in axes.get_yticklabels()] == ["on (2)", "in (1)"]
     right = next(c for c in axes.containers if c.get_label() == "right" and hasattr(c, "patches"))
     assert [bar.get_width() for bar in right.patches] == [0.5, 0.0]
-    plot_groups(report, tmp_path / "groups.png")
+    save_figure(figure, tmp_path / "groups.png")
     assert (tmp_path / "groups.png").read_bytes().startswith(b"\x89PNG")
-    plot_groups(make_report({"per_sample": [1]}, settings={}), tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()
+    assert groups_figure(make_report({"per_sample": [1]}, settings={})) is None
 
 
 def test_numbers_are_sorted_as_numbers(tmp_path):

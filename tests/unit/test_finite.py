@@ -40,9 +40,8 @@ def test_c18_names_tensors_and_places():
     tensors = {"good": torch.ones(3), **{name: torch.full((2,), math.nan) for name in "abcde"}}
     tensors["b"] = torch.tensor([math.inf, 1.0])
     with pytest.raises(NonFiniteError) as error:
-        check_finite(
-            tensors, what="weights of step 200", cure="Do this.", place_of=lambda n: f"{n}.file: "
-        )
+        named, place_of = tensors.items(), lambda name: f"{name}.file: "
+        check_finite(named, what="weights of step 200", cure="Do this.", place_of=place_of)
     text = str(error.value)
     for word in ("weights of step 200", "a (a.file: 2 nan, 0 inf of 2 values)", "Do this."):
         assert word in text

@@ -67,7 +67,7 @@ def test_a_refusal_names_what_makes_the_full_phase_smaller():
 
 
 def test_stage_0_of_1f1b_holds_p_micro_batches():
-    rules = MemoryRules(optimizer_bytes=8, workspace=7)
+    rules = MemoryRules(optimizer_bytes=8)
     memory = rank_memory(
         model(), [1] * 4, make_schedule("1f1b", num_ranks=4), num_micro_batches=8, rules=rules
     )
@@ -79,7 +79,7 @@ def test_stage_0_of_1f1b_holds_p_micro_batches():
         101 + 30,  # the last stage sends nothing on
     ]
     # bf16: weights 2, float32 gradient and master 4 each, two moments of AdamW
-    assert memory[1].lasting == 20 + 40 + 40 + 80 + 7
+    assert memory[1].lasting == 20 + 40 + 40 + 80
     assert [rank.inputs for rank in memory] == [8 * 3 + 5, 10, 10, 5]
     assert memory[3].peak == memory[3].lasting + 5 + 131
 

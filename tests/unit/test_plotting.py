@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from stageline.plotting.figures import loss_figure, plot_loss, reward_figure, smooth
-from stageline.plotting.pictures import caption, plot_predictions, predictions_markdown, shown
+from stageline.plotting.pictures import plot_predictions, shown
 from stageline.run_records import read_log
 
 
@@ -136,24 +136,21 @@ def test_hostile_text_is_drawn_without_a_warning(tmp_path):
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plot_predictions(
-            [None] * len(texts),
-            [caption(text, text, text) for text in texts],
-            [None] * len(texts),
-            tmp_path / "p.png",
-        )
+        rows = [(None, {"question": text, "answer": text}, text) for text in texts]
+        plot_predictions(rows, tmp_path / "p.png", correct=[None] * len(texts))
     Image.open(tmp_path / "p.png").verify()
     assert (tmp_path / "p.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_the_table_beside_it_cuts_nothing(tmp_path):
     long = "word " * 400
-    plot_predictions([None, None], [long, "a | b <i>"], [True, False], tmp_path / "p.png")
-    text = (tmp_path / "p.md").read_text()
-    assert long.strip() in text and "a \\| b &lt;i>" in text
-    assert text.startswith("1 wrong of 2.")
-    lines = predictions_markdown(["a\nb"], [None]).splitlines()
-    assert lines == ["| # |  | sample |", "| --- | --- | --- |", "| 0 |  | a<br>b |"]
+    rows = [(None, {"answer": long}, long), (None, {"answer": "x", "id": 7}, "a | b <i>")]
+    plot_predictions(rows, tmp_path / "p.png")
+    head, *lines = (tmp_path / "p.md").read_text().splitlines()
+    assert head == "1 wrong of 2."
+    assert lines[1:3] == ["| id |  | sample |", "| --- | --- | --- |"]
+    assert lines[3] == f"| 0 | right | → {long.strip()}<br>answer: {long.strip()} |"
+    assert lines[4] == "| 7 | wrong | → a \\| b &lt;i><br>answer: x |"
 
 
 # -- text --------------------------------------------------------------------------------

@@ -9,9 +9,8 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from models import builders, devices
-from models.devices import quantization_settings
 from stageline.errors import UserError
-from stageline.inference.model_cutter import Wanted
+from stageline.inference.model_cutter import Wanted, quantization_settings
 from stageline.modules.quantised import (
     Quantization,
     _stored,

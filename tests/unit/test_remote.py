@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
+from models import remote as module
 from models.remote import RequestFiles, batch_file, read_answers, remote, request_bodies
 from prompt_fn import chat
 from stageline.data.text.rendered import Piece, Rendered
@@ -209,16 +210,19 @@ def test_a_batch_goes_out_and_comes_back(tmp_path):
     assert other == [None]  # another temperature is another question
 
 
-def test_request_files_are_cut_by_number_and_size(tmp_path):
+def test_request_files_are_cut_by_number_and_size(tmp_path, monkeypatch):
     bodies = [{"model": "m", "messages": [{"role": "user", "content": str(i)}]} for i in range(5)]
-    RequestFiles(tmp_path / "a", max_requests=2).add(bodies)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "MAX_BYTES", 1)
+        RequestFiles(tmp_path / "b").add(bodies)
+    assert len(RequestFiles(tmp_path / "b").paths()) == 5
+    monkeypatch.setattr(module, "MAX_REQUESTS", 2)
+    RequestFiles(tmp_path / "a").add(bodies)
     lengths = [len(p.read_text().splitlines()) for p in RequestFiles(tmp_path / "a").paths()]
     assert lengths == [2, 2, 1]
-    RequestFiles(tmp_path / "b", max_bytes=1).add(bodies)
-    assert len(RequestFiles(tmp_path / "b").paths()) == 5
     torn = RequestFiles(tmp_path / "a").paths()[-1]
     torn.write_bytes(torn.read_bytes()[:-9])
-    again = RequestFiles(tmp_path / "a", max_requests=2)
+    again = RequestFiles(tmp_path / "a")
     again.add(bodies)
     keys = [json.loads(x)["custom_id"] for p in again.paths() for x in p.read_text().splitlines()]
     assert len(keys) == len(set(keys)) == 5

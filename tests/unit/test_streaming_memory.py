@@ -6,12 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands.train_engines import settle_allocators
 from optimizer import adamw
-from stageline.device import ALLOCATOR_VARIABLES, pinned_block, settle_allocators
 from stageline.modules.layer_seeds import NO_SEEDS
 from stageline.streaming import host_weights, passes
 from stageline.streaming.engine import RoundPipe
-from stageline.streaming.host_weights import ALIGNMENT, all_homes, host_bytes
+from stageline.streaming.host_weights import (
+    ALIGNMENT,
+    ALLOCATOR_VARIABLES,
+    all_homes,
+    host_bytes,
+    pinned_block,
+)
 from stageline.streaming.lanes import Lane
 from stageline.streaming.runner import StreamedCall
 from tests.helpers.fake_devices import fake_accelerators

@@ -7,7 +7,7 @@ import pytest
 from metric import text_bleu, text_overlap, text_rouge
 from stageline.evaluation.figures import words
 from stageline.evaluation.report import Bootstrap, format_report, make_report
-from stageline.plotting.pictures import plot_groups
+from stageline.plotting.pictures import groups_figure, save_figure
 
 pytest.importorskip("sacrebleu")
 pytest.importorskip("rouge_score")
@@ -84,5 +84,5 @@ def test_all_in_one_and_the_report_of_graded_scores(tmp_path):
     assert report["interval_95"] is None and len(report["bootstrap_95"]) == 2
     assert report["score"] == pytest.approx((5 / 6 + 1 + 0) / 3) and report["num_unparsed"] == 1
     assert "rouge1" in report and " - " in format_report(report)
-    plot_groups(report, tmp_path / "groups.png")
+    save_figure(groups_figure(report), tmp_path / "groups.png")
     assert (tmp_path / "groups.png").stat().st_size

@@ -1,4 +1,4 @@
-"""Score one answer, for the built-in rewards. Plain texts and numbers; no text is executed."""
+"""Score one answer, for rewards and metrics. Plain texts and numbers; no text is executed."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -7,8 +7,8 @@ from typing import Any
 
 import regex  # transformers brings it; unlike re it can be given a time limit
 
+from stageline.answer_text import normalize, parse_choice
 from stageline.errors import DataError, UserError
-from stageline.tasks.answer_text import normalize, parse_choice
 
 Sample = Mapping[str, Any]
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S | re.I)
