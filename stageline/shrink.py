@@ -136,6 +136,10 @@ class LayerKinds:
                 fields[name] = _interval(self.told[name])
                 if offset:
                     fields[offset] = self.told[offset] % fields[name]
+        if shared := self.told.get("num_kv_shared_layers"):
+            # the last layers use the keys of others; before them comes one of every kind
+            shared = round(num_layers * shared / self.depth)
+            fields["num_kv_shared_layers"] = max(1, min(shared, num_layers - len(self.firsts)))
         return fields | {name: min(self.told[name], 1) for name in PREFIXES if self.told.get(name)}
 
     def _is_list(self, name: str, value: object) -> bool:
@@ -195,6 +199,8 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
         """Return the first of these fields that is a number other than 0."""
         return next((told[one] for one in names if type(told.get(one)) is int and told[one]), None)
 
+    if value < 1:  # what is switched off stays off
+        return value
     width, hidden = sizes.width, first("hidden_size") or 0
     is_mamba_2 = "state_size" in told and "num_heads" in told
     mamba_head = round((told.get("mamba_expand") or told.get("expand") or 2) * width) // 8
@@ -208,27 +214,17 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
         queries = [*(queries if is_full else ()), "linear_num_value_heads"]
     is_alike = any(type(told.get(one)) is int and told[one] == value for one in queries)
     key_heads = 1 if value == 1 else NUM_HEADS if is_alike else 2
-    heads_width = value * (first("num_attention_heads") or NUM_HEADS) or 1
+    heads_width = value * (first("num_attention_heads") or NUM_HEADS)
     times = max(1, round(heads_width / (hidden or heads_width)))
-    attention_times = max(1, round(value / (hidden or first("d_model") or value or 1)))
+    attention_times = max(1, round(value / (hidden or first("d_model") or value)))
     # latent attention: the rotated part of a head has `HEAD_DIM` numbers
-    latent = first("qk_rope_head_dim", "qk_nope_head_dim") or value or 1
-    latent_head = round(value * HEAD_DIM / latent)
+    latent_head = round(value * HEAD_DIM / (first("qk_rope_head_dim", "qk_nope_head_dim") or value))
     head_dim = latent_head if "kv_lora_rank" in told else sizes.head_dim
-    head_dim = mamba_head if is_mamba_2 else head_dim
     groups = first("n_group", "num_expert_group") or value
-    blocks = told.get("intermediate_layers_indices")  # their states are handed out
-    num_blocks = len(blocks) if isinstance(blocks, list) else 0
+    blocks = told.get("intermediate_layers_indices") or ()  # their states are handed out
     window = min(value, 6)  # tokens; of a tower pixels
     if "patch_size" in told:
         window = 2 * PATCH * (first("spatial_merge_size") or 0) or 2
-    shared = 0  # last layers that use the keys of others; before them comes one of every kind
-    if name == "num_kv_shared_layers" and value:
-        kinds = LayerKinds(told)
-        shared = round(sizes.num_layers * value / max(kinds.depth, 1))
-        shared = max(1, min(shared, sizes.num_layers - len(kinds.firsts)))
-    shares = (round(width * share) if value > 0 else value for share in (0.25, 0.5, 1, 2))
-    quarter, half, same, double = shares
     # four times the width where it is so: towers that merge four patches rely on it
     inner = width * (4 if value == 4 * hidden else 2)
     rules: dict[str, int] = {  # the first that fits counts
@@ -242,14 +238,15 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
         r"attention_head_dim": width * times // NUM_HEADS,
         r"qk_(rope_|nope_)?head_dim": latent_head,
         r"index(er)?_head_dim": 2 * sizes.head_dim,
-        r"(.*_)?head_dim|kv_channels|attention_head_size|d_head|d_kv|dim_head": head_dim,
+        r"(.*_)?head_dim|kv_channels|attention_head_size|d_head|d_kv|dim_head": (
+            mamba_head if is_mamba_2 else head_dim
+        ),
         # widths and layers; OPT's projection is as wide as the model, or narrower
         r"word_embed_proj_dim": width if value == hidden else width // 2,
         r"attention_hidden_size": width * attention_times,
         r"mamba_d_ssm": 8 * mamba_head,
-        r"vision_output_dim": width * (1 + min(num_blocks, TOWER_DEPTH - 1)),
+        r"vision_output_dim": width * (1 + min(len(blocks), TOWER_DEPTH - 1)),
         r"topk_group": min(groups, 2) if value >= groups else 1,
-        r"num_kv_shared_layers": shared,
         r"moe_layer_end_index": sizes.num_layers - 1,
         r"max_window_layers": sizes.num_layers // (1 + (value < depth_of(told))),
         r"(.*_)?(sliding_window|window_size|window_len|window_length)|local_attention": window,
@@ -263,13 +260,14 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
         r"num_position_embeddings|num_patches|vision_soft_tokens_per_image": GRID * GRID,
         r"pos_emb_(height|width)|posemb_grid_size": GRID,
         # shares of the width
-        r"hidden_size_per_layer_input": quarter,
+        r"hidden_size_per_layer_input": width // 4,
         r"(.*_)?(hidden_size(_global)?|hidden_dim|d_model|n_embd|dim_model|lru_width)"
         r"|output_proj_dims|hidden_sizes|output_channels|downsample_channels"
-        r"|(.*_)?(output|input|projection|adapter_(in|out)|emb(ed(ding)?)?)_(dim|size)": same,
-        r"(shared_|moe_|expert_|share_).*(intermediate_size|ffn_hidden_size|expert_dim)": half,
+        r"|(.*_)?(output|input|projection|adapter_(in|out)|emb(ed(ding)?)?)_(dim|size)": width,
+        r"(shared_|moe_|expert_|share_).*(intermediate_size|ffn_hidden_size|expert_dim)": width
+        // 2,
         r"alignment_intermediate_size|n_inner|d_ff|dff|dim_ff|d_inner|mlp_dim|block_ff_dim"
-        r"|feed_forward_size": double,
+        r"|feed_forward_size": 2 * width,
         r"(.*_)?intermediate_size(_mlp)?|(.*_)?ffn_(dim|hidden_size)": inner,
         # embeddings, experts, states, windows, towers
         r".*(vocab_size|codebook_size|num_embeddings|hash_byte_group_vocab)": min(value, 64),
