@@ -25,7 +25,7 @@ from stageline.checkpoint.plain_model import CLASSIFIER, load_base, load_plain, 
 from stageline.errors import UserError
 from stageline.stage import Stage
 from stageline.stages.example_batch import picture_batch
-from stageline.verify.batches import ordinary_ids
+from stageline.verify.batches import draw_ids
 
 # a checkpoint's folder -> its stages in float32 on the CPU, or why there are none
 StageMaker = Callable[[Path], Sequence[Stage] | str]
@@ -147,11 +147,11 @@ def load_with_peft(folder: Path, base: PreTrainedModel) -> PreTrainedModel | Non
 
 def _text_rows(config: PretrainedConfig, new_ids: Sequence[int]) -> Inputs:
     """Fixed random ids [B, T] of text; the first row begins with tokens that training added."""
-    ordinary, text = ordinary_ids(config), config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
     longest = getattr(text, "max_position_embeddings", None) or 2 * TOKENS
-    shape = (ROWS, max(1, min(TOKENS, longest // 2)))
-    ids = ordinary[torch.randint(len(ordinary), shape, generator=torch.Generator().manual_seed(0))]
-    shown = torch.tensor(new_ids[: shape[1]], dtype=ids.dtype)
+    length = max(1, min(TOKENS, longest // 2))
+    ids = draw_ids(config, ROWS, length)
+    shown = torch.tensor(new_ids[:length], dtype=ids.dtype)
     ids[0, : len(shown)] = shown
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
