@@ -17,8 +17,7 @@ from commands.train_parts import TrainingParts
 from options.train import memory_remedies
 from parse_args import TrainArguments
 from stageline.device import is_accelerator, settle_allocators, stage_devices
-from stageline.distributed.failure import name_stages
-from stageline.distributed.failure_record import on_full_memory
+from stageline.distributed.failure_record import name_stages, on_full_memory
 from stageline.distributed.process_group import (
     DistributedContext,
     choose_device,

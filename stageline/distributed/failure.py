@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
@@ -33,12 +33,6 @@ from stageline.progress import Progress
 
 SECONDS_FOR_THE_CAUSE = 2.0
 _ending = threading.Lock()  # held by the thread that ends this process
-
-
-def name_stages(stages: Sequence[int]) -> None:
-    """Set the stages of the model that this rank runs, for its report."""
-    failure_record.stages_here[:] = stages
-    failure_record.leave_stages()
 
 
 def run_entry(main: Callable[[], int | None]) -> NoReturn:

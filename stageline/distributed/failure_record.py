@@ -10,7 +10,7 @@ import socket
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -36,14 +36,13 @@ _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdli
 _ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
 
 
-def chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and what it was raised from, outermost first."""
-    current: BaseException | None = error
-    seen: list[BaseException] = []  # one that was raised from itself has no end
-    while current is not None and not any(current is one for one in seen):
-        yield current
-        seen.append(current)
-        current = current.__cause__
+def chain(error: BaseException) -> list[BaseException]:
+    """Return the exception and what it was raised from, outermost first."""
+    found, cause = [error], error.__cause__
+    while cause is not None and not any(cause is one for one in found):  # an error may cause itself
+        found.append(cause)
+        cause = cause.__cause__
+    return found
 
 
 def classify(error: BaseException) -> tuple[BaseException, str, int]:
@@ -60,7 +59,7 @@ def classify(error: BaseException) -> tuple[BaseException, str, int]:
             return cause, StorageError.kind, StorageError.exit_code
     # torch's own schedules wrap what a stage raised
     is_wrapped = str(error).lstrip().startswith("[Stage")
-    return list(chain(error))[-1] if is_wrapped else error, "crash", CRASH
+    return chain(error)[-1] if is_wrapped else error, "crash", CRASH
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -139,11 +138,6 @@ class FailureRecord:
         if len(lines) > 1 and self.kind:
             lines.append(self.headline)
         return "\n".join(lines) + "\n"
-
-
-def first_of(records: Sequence[FailureRecord]) -> FailureRecord:
-    """The cause: the earliest one; of those that only follow from others none, if possible."""
-    return min(records, key=lambda record: (record.is_secondary, record.time_ns))
 
 
 def on_full_memory(describe: Callable[[], str]) -> None:
@@ -367,8 +361,9 @@ def leave_error_file(record: FailureRecord) -> None:
             _write(path, {"message": told, "record": asdict(record)})
 
 
-def leave_stages() -> None:
-    """Report to the launcher which stages this rank runs."""
+def name_stages(stages: Sequence[int]) -> None:
+    """Set the stages of the model that this rank runs, for its report and its launcher's."""
+    stages_here[:] = stages
     path = _error_file()
     if path is not None:
         with contextlib.suppress(OSError):

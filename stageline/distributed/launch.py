@@ -20,7 +20,6 @@ from stageline.distributed.failure import tell
 from stageline.distributed.failure_record import (
     LAUNCHER,
     FailureRecord,
-    first_of,
     log_with_words,
     read_error_files,
     stages_of,
@@ -132,7 +131,9 @@ def first_failure(
             in the order in which they ended.
     """
     records = read_error_files(folder)
-    first = first_of(list(records.values())) if records else None
+    # the earliest; one that only follows from another's end counts where there is no other
+    by_cause = sorted(records.values(), key=lambda one: (one.is_secondary, one.time_ns))
+    first = by_cause[0] if by_cause else None
     if not codes or (first is not None and not first.is_secondary):
         return first
     # one that a signal ended, or that left in the middle: the others have only lost a connection

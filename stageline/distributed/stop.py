@@ -156,14 +156,9 @@ def stop_code() -> int:
     return 0 if _stop.signum is None else CODES[signal.Signals(_stop.signum)]
 
 
-def settle(code: int) -> None:
-    """Note the exit code that the ranks agreed on at the end; signals are ignored from here on."""
-    _stop.code = code
-    _ending.set()
-
-
-def begin_to_end() -> None:
-    """Ignore signals from here on: this process reports, and ends."""
+def begin_to_end(code: int | None = None) -> None:
+    """Ignore signals from here on: this process ends, with the `code` that all ranks agreed on."""
+    _stop.code = _stop.code if code is None else code
     _ending.set()
 
 
