@@ -8,7 +8,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,10 @@ _NAME = re.compile(r"(?:hub:)?(\w[\w.-]*/\w[\w.-]*?)(?:@(\w[\w./-]*))?")
 _FILE = re.compile(r".*\.(jsonl?|ndjson|[ct]sv|txt|parquet|arrow|safetensors|bin|py|ya?ml|idx)")
 _SNAPSHOT = re.compile(r"(.+)/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Weights other than these are never fetched: what torch.save writes can run any program.
-_AT_ONCE = "*.json *.jinja *.txt *.model *.tiktoken *.spm *.bpe *.vocab *.py".split()
-_AT_ONCE.append("adapter_model.safetensors")  # small
+# Weights of adapters are small. What torch.save writes is never fetched: it can run any program.
+_AT_ONCE = (
+    "*.json *.jinja *.txt *.model *.tiktoken *.spm *.bpe *.vocab *.py adapter_model.safetensors"
+).split()
 _LEFT_OUT = ["onnx/*", "openvino/*", "original/*", "runs/*", "*checkpoint-*/*"]
 
 
@@ -57,16 +57,6 @@ def read_name(text: str | Path, *, folder: Path = Path()) -> HubName | None:
     is_here = (folder / text).exists() or (folder / match[1]).parent.exists()
     is_path = not text.startswith(PREFIX) and (is_here or _FILE.fullmatch(text))
     return None if is_path else HubName(match[1], match[2])
-
-
-def with_commit(given: str, recorded: Iterable[str]) -> str:
-    """Return a name with the commit that an earlier start of the run recorded, if any."""
-    name = read_name(given)
-    for old in recorded if name is not None and not name.is_pinned else ():
-        then = read_name(str(old))
-        if name and then and then.repo == name.repo and then.is_pinned:
-            return old
-    return given
 
 
 def name_of(folder: str | Path) -> HubName | None:

@@ -35,7 +35,9 @@ def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedCon
     sizes = Sizes(num_layers, _head_dim(config), ids)
     text = config.get_text_config(decoder=True)
     try:
-        small = _shrink_part(config, sizes, text if _holds(config, text) else config)
+        # an encoder-decoder has no configuration for its decoder: all of it is text
+        is_inside = any(part is text for part in walk_config(config))
+        small = _shrink_part(config, sizes, text if is_inside else config)
         _except(config.model_type, small, sizes)
         return type(config).from_dict(small)
     except Exception as error:  # the checks of some hundred classes raise any type
@@ -66,6 +68,7 @@ INTERVALS = (
     *(("decoder_sparse_step", None), ("moe_layer_interval", None), ("layer_group_size", None)),
     ("n_layers_per_attn_res_block", None),
 )
+KINDS = ("layers_block_type", "layer_types")
 LISTED = ("attn_layer_period", "layer_group_size")  # redundant where there is a list of kinds
 SOURCES = ("kv_source_layers",)  # entry of a layer: the layer whose keys and values it uses
 # numbers of first layers that are dense, in models without a list of kinds
@@ -73,23 +76,18 @@ PREFIXES = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"
 MOST = 4  # most layers of an interval in a copy
 
 
-def depth_of(told: Mapping[str, Any]) -> int:
-    """Return the number of layers; 0: the configuration has none."""
-    found = next((told[name] for name in DEPTHS if isinstance(told.get(name), int)), 0)
-    lists = (told.get(name) for name in ("layers_block_type", "layer_types"))
-    return found or next((len(one) for one in lists if isinstance(one, list)), 0)
-
-
 class LayerKinds:
     """The kinds of layers of one configuration.
 
     Args:
-        told: its fields, as `to_dict` gives them.
+        told: its fields, as `to_dict` gives them; a depth of 0: it has no layers.
     """
 
     def __init__(self, told: Mapping[str, Any]) -> None:
         self.told = told
-        self.depth = depth_of(told)
+        depths = [told[name] for name in DEPTHS if isinstance(told.get(name), int)]
+        lists = [told[name] for name in KINDS if isinstance(told.get(name), list)]
+        self.depth = next(iter(depths), 0) or next(map(len, lists), 0)
         self.lists = [name for name, value in told.items() if self._is_list(name, value)]
         self.indices = [name for name in INDICES if isinstance(told.get(name), list)]
         self.sources = [name for name in SOURCES if isinstance(told.get(name), list)]
@@ -105,8 +103,8 @@ class LayerKinds:
     def period(self) -> int:
         """Return the number of layers with which a copy has every kind."""
         patterns = [len(self.told.get("block_types") or [0])]
-        listed = {"layers_block_type", "layer_types"} & set(self.lists)
-        names = [name for name, _ in INTERVALS if not (listed and name in LISTED)]
+        is_listed = any(name in KINDS for name in self.lists)
+        names = [name for name, _ in INTERVALS if not (is_listed and name in LISTED)]
         steps = [_interval(self.told.get(name)) for name in names]
         before = any(self.told.get(name) for name in PREFIXES) and len(self.firsts) == 1
         return math.lcm(max(len(self.firsts), 1 + before), *patterns, *steps)
@@ -248,7 +246,7 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
         r"vision_output_dim": width * (1 + min(len(blocks), TOWER_DEPTH - 1)),
         r"topk_group": min(groups, 2) if value >= groups else 1,
         r"moe_layer_end_index": sizes.num_layers - 1,
-        r"max_window_layers": sizes.num_layers // (1 + (value < depth_of(told))),
+        r"max_window_layers": sizes.num_layers // (1 + (value < (first(*DEPTHS) or 0))),
         r"(.*_)?(sliding_window|window_size|window_len|window_length)|local_attention": window,
         # numbers of every copy
         r"(decoder_)?vocab_size(_per_layer_input)?": VOCABULARY,
@@ -285,10 +283,6 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
     return next((number for rule, number in rules.items() if re.fullmatch(rule, name)), value)
 
 
-def _holds(config: PretrainedConfig, part: PretrainedConfig) -> bool:
-    return config is part or any(_holds(one, part) for one in parts_of(config).values())
-
-
 def _shrink_part(
     config: PretrainedConfig, sizes: Sizes, text: PretrainedConfig, *, in_text: bool = False
 ) -> FieldValues:
@@ -301,30 +295,24 @@ def _shrink_part(
         if name in parts:
             small[name] = _shrink_part(parts[name], sizes, text, in_text=is_text)
         elif name in DEPTHS and isinstance(value, int):
-            old = kinds.depth
             if not is_text:
                 small[name] = min(value, TOWER_DEPTH)
-            elif old % value and value % old:
+            elif kinds.depth % value and value % kinds.depth:
                 small[name] = 2
             else:  # twice as many layers as of another stack stay twice as many
-                small[name] = max(1, round(depth * value / old))
-        elif name == "per_layer_config" and value:
-            small[name] = {
-                at: {one: _shrink(one, old, told | own, sizes) for one, old in own.items()}
-                for at, own in value.items()
-            }
+                small[name] = max(1, round(depth * value / kinds.depth))
         elif name in kinds.lists and not isinstance(value, str):
             small[name] = _shrink_list(name, value, told, sizes)
         elif name not in (*kinds.lists, *kinds.indices, *kinds.sources, *DEPTHS):
             small[name] = _shrink(name, value, told, sizes)
     for name in TOWER_INDICES:  # indices of blocks: as many as fit, from the front or from the back
         value, most = told.get(name), min(depth or TOWER_DEPTH, TOWER_DEPTH)
-        if isinstance(value, list) and any(one < 0 for one in value):
-            small[name] = [max(-most, min(one, most - 1)) for one in value]
-        elif isinstance(value, list):
+        if isinstance(value, list) and all(one >= 0 for one in value):
             small[name] = list(range(most - min(len(value), most - 1), most))
-        elif isinstance(value, int) and not isinstance(value, bool):
-            small[name] = max(-TOWER_DEPTH, min(value, TOWER_DEPTH - 1))
+        elif isinstance(value, list):
+            small[name] = [max(-most, min(one, most - 1)) for one in value]
+        elif type(value) is int:
+            small[name] = max(-most, min(value, most - 1))
     return small
 
 
@@ -350,6 +338,8 @@ def _shrink(name: str, value: Any, told: FieldValues, sizes: Sizes) -> Any:
         return [[side * PATCH * GRID for side in one] for one in sorted(tiles)]
     if isinstance(value, list | tuple):
         return [_shrink(name, one, told, sizes) for one in value]
+    if isinstance(value, dict):  # of one layer, for example
+        return {key: _shrink(str(key), one, told | value, sizes) for key, one in value.items()}
     if isinstance(value, int) and is_token(name):
         return sizes.ids.get(value, value)
     if isinstance(value, float):
@@ -360,7 +350,7 @@ def _shrink(name: str, value: Any, told: FieldValues, sizes: Sizes) -> Any:
 def _head_dim(config: PretrainedConfig) -> int:
     """Return the smallest head size that holds all rotary positions."""
     needed = LEAST_HEAD_DIM.get(config.model_type, HEAD_DIM)
-    for told in walk_config(config):
+    for told in (part.to_dict() for part in walk_config(config)):
         whole = told.get("rope_parameters") or told.get("rope_scaling")
         whole = whole if isinstance(whole, dict) else {}
         ropes = [one for one in whole.values() if isinstance(one, dict)]  # a set for each kind
