@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from stageline.distributed.terminal import is_first as is_first
+from stageline.distributed.terminal import terminal
 from stageline.errors import UserError, name_options
 from stageline.hub import local_folder, pinned_set, read_name
-from stageline.terminal import is_first as is_first
-from stageline.terminal import terminal
 
 gc.set_threshold(20_000)  # fewer collections while modules are imported, a quarter of that time
 say = terminal.say  # prints a text once in a run

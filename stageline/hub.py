@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from stageline.errors import UserError
-from stageline.terminal import is_first
 
 PREFIX = "hub:"  # prefix that marks a hub name, not a folder
 FETCHED = "STAGELINE_HUB_FETCHED"  # passes the results of the first process to the others of a run
@@ -168,7 +167,7 @@ def _fetched() -> dict[str, str]:
 
 def _note(name: HubName | str, found: str) -> None:
     os.environ[FETCHED] = json.dumps({**_fetched(), str(name): found})
-    if is_first():
+    if os.environ.get("RANK", "0") == "0":
         print(f"{name} is {found}", file=sys.stderr, flush=True)
 
 

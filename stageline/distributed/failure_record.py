@@ -10,7 +10,7 @@ import socket
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -341,43 +341,40 @@ def write_first(record: FailureRecord) -> None:
 
 
 LAUNCHER = "STAGELINE_LAUNCHER"  # the process id of the launcher, for its workers
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's agent
 
 # Files of torch's agent, below its own folder of logs: ATTEMPT/RANK/error.json in the form that its
 # `ErrorHandler` writes, with the record in it; the stages of the rank are next to it.
 
 
-def _error_file() -> Path | None:
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(path) if path else None
-
-
 def leave_error_file(record: FailureRecord) -> None:
     """Report to the agent why this rank ends."""
-    path = _error_file()
-    if path is not None:
-        extra = {"py_callstack": record.report(), "timestamp": str(record.time_ns // 10**9)}
-        told = {"message": record.headline, "extraInfo": extra}
-        with contextlib.suppress(OSError):
-            _write(path, {"message": told, "record": asdict(record)})
+    extra = {"py_callstack": record.report(), "timestamp": str(record.time_ns // 10**9)}
+    told = {"message": record.headline, "extraInfo": extra}
+    _leave({"message": told, "record": asdict(record)})
 
 
 def name_stages(stages: Sequence[int]) -> None:
     """Set the stages of the model that this rank runs, for its report and its launcher's."""
     stages_here[:] = stages
-    path = _error_file()
-    if path is not None:
+    _leave(stages_here, name="stages.json")
+
+
+def _leave(told: Any, *, name: str = "") -> None:
+    """Write the agent's error file, or the file `name` next to it."""
+    if path := os.environ.get(ERROR_FILE):
         with contextlib.suppress(OSError):
-            path.with_name("stages.json").write_text(json.dumps(stages_here))
+            _write(Path(path).with_name(name) if name else Path(path), told)
 
 
 def is_first_to_report() -> bool:
     """Whether this rank prints: not below our launcher, which does; else the first of a machine."""
-    path = _error_file()
-    if LAUNCHER in os.environ or path is None:
-        return path is None
+    path = os.environ.get(ERROR_FILE)
+    if LAUNCHER in os.environ or not path:
+        return not path
     try:
         # other files of this attempt are in the folders of the ranks
-        path.parents[1].joinpath("reported").touch(exist_ok=False)
+        Path(path).parents[1].joinpath("reported").touch(exist_ok=False)
     except OSError:
         return False
     return True
@@ -396,7 +393,7 @@ def stages_of(folder: Path, rank: int) -> tuple[int, ...]:
     return tuple(json.loads(file.read_text())) if file else ()
 
 
-def _write(path: Path, told: Mapping[str, Any]) -> None:
+def _write(path: Path, told: Any) -> None:
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     draft.replace(path)

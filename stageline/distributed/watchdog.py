@@ -5,6 +5,7 @@ may wait inside gloo for as long as a timeout allows; this one never does.
 """
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -87,8 +88,8 @@ def _check_deadline(limit: float) -> None:
     if asked is None or time.monotonic() - asked[1] < limit:
         return
     end_stopped(
-        f"{stop.name_of(asked[0])} asked for a stop {limit:g} s ago, and the step and its save "
-        f"have not ended (this rank: {progress.where()}). The last checkpoint is what counts. "
+        f"{signal.Signals(asked[0]).name} asked for a stop {limit:g} s ago, and the step and its "
+        f"save have not ended (this rank: {progress.where()}). The last checkpoint is what counts. "
         "If saving takes longer, raise `stop_deadline`.",
         stop.stop_code(),
         kind="stopped",
