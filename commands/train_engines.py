@@ -16,12 +16,13 @@ from commands.train_data import Data, check_data, settle_steps, show_samples
 from commands.train_parts import TrainingParts
 from options.train import memory_remedies
 from parse_args import TrainArguments
-from stageline.device import is_accelerator, settle_allocators, stage_devices
+from stageline.device import is_accelerator, settle_allocators
 from stageline.distributed.failure_record import name_stages, on_full_memory
 from stageline.distributed.process_group import (
     DistributedContext,
     choose_device,
     distributed_context,
+    stage_devices,
 )
 from stageline.errors import UserError
 from stageline.pipeline.runner import PipelineRunner

@@ -105,12 +105,10 @@ def pinned_set(given: str, *, option: str = "`dataset_path`") -> str:
     try:
         info = HfApi().dataset_info(name.repo, revision=name.revision, timeout=TIMEOUT)
     except Exception as error:  # the client raises errors of its transport
-        is_refusal = isinstance(error, errors.HFValidationError)
-        if isinstance(error, errors.HfHubHTTPError):
-            is_refusal = error.response.status_code < 500
-        if not is_refusal:
-            return full
-        raise _refused(name, option, error, kind="datasets") from error
+        has_answered = isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500
+        if has_answered or isinstance(error, errors.HFValidationError):
+            raise _refused(name, option, error, kind="datasets") from error
+        return full
     found = f"{PREFIX}{name.repo}@{info.sha}"
     _note(full, found)
     return found
@@ -130,9 +128,9 @@ def fetch_missing(path: Path) -> None:
     try:
         hf_hub_download(name.repo, path.name, revision=name.revision, cache_dir=path.parents[3])
     except Exception as error:
-        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            return
-        raise _refused(name, path.name, error) from error
+        is_local = isinstance(error, LocalEntryNotFoundError)  # the hub did not answer
+        if is_local or not isinstance(error, EntryNotFoundError):
+            raise _refused(name, path.name, error) from error
 
 
 def _from_hub(name: HubName) -> str:

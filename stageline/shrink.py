@@ -32,7 +32,8 @@ def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedCon
     """
     special = sorted(one for one in special_tokens(config) if one > 2)
     ids = {one: place for place, one in enumerate([0, 1, 2, *special])}
-    sizes = Sizes(num_layers, _head_dim(config), ids)
+    head_dim = _head_dim(config)
+    sizes = Sizes(num_layers, head_dim, NUM_HEADS * head_dim, ids)
     text = config.get_text_config(decoder=True)
     try:
         # an encoder-decoder has no configuration for its decoder: all of it is text
@@ -183,11 +184,8 @@ class Sizes:
 
     num_layers: int
     head_dim: int
+    width: int
     ids: Mapping[int, int]  # special token -> its place in the small vocabulary
-
-    @property
-    def width(self) -> int:
-        return NUM_HEADS * self.head_dim
 
 
 def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
@@ -197,7 +195,7 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
         """Return the first of these fields that is a number other than 0."""
         return next((told[one] for one in names if type(told.get(one)) is int and told[one]), None)
 
-    if value < 1:  # what is switched off stays off
+    if value < 1:  # a part that is switched off stays off
         return value
     width, hidden = sizes.width, first("hidden_size") or 0
     is_mamba_2 = "state_size" in told and "num_heads" in told
@@ -218,6 +216,7 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
     # latent attention: the rotated part of a head has `HEAD_DIM` numbers
     latent_head = round(value * HEAD_DIM / (first("qk_rope_head_dim", "qk_nope_head_dim") or value))
     head_dim = latent_head if "kv_lora_rank" in told else sizes.head_dim
+    head_dim = mamba_head if is_mamba_2 else head_dim
     groups = first("n_group", "num_expert_group") or value
     blocks = told.get("intermediate_layers_indices") or ()  # their states are handed out
     window = min(value, 6)  # tokens; of a tower pixels
@@ -227,7 +226,8 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
     inner = width * (4 if value == 4 * hidden else 2)
     rules: dict[str, int] = {  # the first that fits counts
         r"unpadded_vocab_size": VOCABULARY - 8 * (value < (first("vocab_size") or value)),
-        r"max_position_embeddings|n_positions|max_seq_len|context_length": positions,
+        r"max_position_embeddings|n_positions|max_seq_len|context_length|n_ctx|seq_len"
+        r"|max_(source|target)_positions|max_2d_position_embeddings": positions,
         # heads
         r"mamba_d_head|mamba_head_?dim": mamba_head,
         r".*(key_value_heads|kv_heads|kv_n_heads|num_key_heads|num_query_groups)": key_heads,
@@ -236,9 +236,7 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
         r"attention_head_dim": width * times // NUM_HEADS,
         r"qk_(rope_|nope_)?head_dim": latent_head,
         r"index(er)?_head_dim": 2 * sizes.head_dim,
-        r"(.*_)?head_dim|kv_channels|attention_head_size|d_head|d_kv|dim_head": (
-            mamba_head if is_mamba_2 else head_dim
-        ),
+        r"(.*_)?head_dim|kv_channels|attention_head_size|d_head|d_kv|dim_head": head_dim,
         # widths and layers; OPT's projection is as wide as the model, or narrower
         r"word_embed_proj_dim": width if value == hidden else width // 2,
         r"attention_hidden_size": width * attention_times,
@@ -269,7 +267,6 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
         r"(.*_)?intermediate_size(_mlp)?|(.*_)?ffn_(dim|hidden_size)": inner,
         # embeddings, experts, states, windows, towers
         r".*(vocab_size|codebook_size|num_embeddings|hash_byte_group_vocab)": min(value, 64),
-        r"n_ctx|max_(source|target)_positions|seq_len|max_2d_position_embeddings": min(value, 128),
         r"base_channels": min(value, 32),
         r"laurel_rank|time_step_rank|mamba_dt_rank|adapter_rank|gated_norm_rank|hc_lowrank"
         r"|(num_(local_)?|n_routed_|moe_num_)experts|zero_expert_num|index_(topk|block_size|kpool)"
@@ -338,7 +335,7 @@ def _shrink(name: str, value: Any, told: FieldValues, sizes: Sizes) -> Any:
         return [[side * PATCH * GRID for side in one] for one in sorted(tiles)]
     if isinstance(value, list | tuple):
         return [_shrink(name, one, told, sizes) for one in value]
-    if isinstance(value, dict):  # of one layer, for example
+    if isinstance(value, dict):  # fields of one layer, say
         return {key: _shrink(str(key), one, told | value, sizes) for key, one in value.items()}
     if isinstance(value, int) and is_token(name):
         return sizes.ids.get(value, value)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline import progress
-from stageline.device import VISIBLE, accelerators, is_accelerator, stage_devices
+from stageline.device import VISIBLE, accelerators, is_accelerator
 from stageline.distributed.stop import begin_to_end, stop_code
 from stageline.errors import UserError
 from stageline.hub import name_of
@@ -188,6 +188,17 @@ def open_channels(
     return found
 
 
+def stage_devices(asked: str = "auto") -> list[torch.device]:
+    """Return the devices that stages compute on, or stream through: all accelerators or the CPU."""
+    found = accelerators(asked)
+    if found and not is_accelerator(found[0]):
+        raise UserError(
+            "`device` mps cannot run a model in stages: it has no streams and no float64. Use "
+            "`device` cpu, or a whole model placed by a device_map."
+        )
+    return found or [torch.device("cpu")]
+
+
 def choose_device(device: str, *, local_rank: int, local_world_size: int) -> torch.device:
     """Return the device of one process.
 
@@ -196,9 +207,9 @@ def choose_device(device: str, *, local_rank: int, local_world_size: int) -> tor
             for, or "auto" where there is one: "auto" never falls back to the CPU next to a GPU.
     """
     found = stage_devices(device)
-    if found[0].type == "cpu":
-        return found[0]
     kind = found[0].type
+    if kind == "cpu":
+        return found[0]
     if len(found) < local_world_size:
         raise UserError(
             f"`device` {device}: this machine shows {len(found)} devices of the kind {kind} for "
