@@ -307,10 +307,8 @@ def where_stacks_are() -> str:
 
 def log_with_words(rank: int) -> str:
     """The path of a rank's log if there is something in it."""
-    if _Run.folder is None:
-        return ""
-    path = _log_of(rank)
-    return str(path) if path.is_file() and path.stat().st_size else ""
+    path = _Run.folder and _log_of(rank)
+    return str(path) if path and path.is_file() and path.stat().st_size else ""
 
 
 def _log_of(rank: int) -> Path:

@@ -37,15 +37,13 @@ class WatchdogRules:
 
 
 def start_watchdog(rules: WatchdogRules) -> None:
-    """Start the watchdog of this process; end the process if its launcher has ended already."""
+    """Start the watchdog of this process, which ends it at once if its launcher has ended."""
     launcher = None
     if LAUNCHER in os.environ:
         launcher = int(os.environ[LAUNCHER])
         stop.die_with_parent()
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = os.getppid()
-    if launcher not in (None, os.getppid()):
-        os._exit(CRASH)
     threading.Thread(target=_watch, args=(rules, launcher), name="watchdog", daemon=True).start()
 
 
