@@ -258,10 +258,6 @@ def _file(path: str) -> Path:
     return Path(words[0] if len(words) == 1 else path).expanduser()
 
 
-# a prompt_fn part takes a template as well; messages do without
-_TEMPLATE = "[QUESTION][ANSWER]"
-
-
 @dataclasses.dataclass(eq=False)
 class LocalModel:
     """A model in this process; it answers as evaluate.py's does.
@@ -311,7 +307,7 @@ class LocalModel:
         rendered = render_sample(
             images or None,
             {"id": "chat", "messages": unlearnt},
-            prompt=_TEMPLATE,
+            prompt="[QUESTION][ANSWER]",  # a prompt_fn takes a template; messages do without
             prompt_fn=self.render,
             image_token=self.image_token or (lambda rendered, images, *, processor: rendered),
             processor=self.processor,
@@ -343,9 +339,7 @@ class _Streamer(BaseStreamer):
     """Takes transformers' tokens as they come, the prompt first, and writes the text they add."""
 
     def __init__(self, text: AnswerText, write: Write) -> None:
-        self.text = text
-        self.write = write
-        self.has_prompt = False
+        self.text, self.write, self.has_prompt = text, write, False
 
     def put(self, value: torch.Tensor) -> None:
         if self.has_prompt and (piece := self.text.add(int(value))):

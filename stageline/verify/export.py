@@ -79,8 +79,12 @@ def check_export(
     new_ids = sorted({token for folder in folders for token in token_ids_on_disk(folder)})
     notes = []
 
-    # the export, as its user loads it
-    model = _load_exported(exported, trust_remote_code=code)
+    # the export, as its user loads it: an adapter through peft where that is installed
+    model: PreTrainedModel | None = None
+    if (exported / ADAPTER_CONFIG).exists():
+        model = load_with_peft(exported, load_base(exported, dtype=COMPUTE, trust_remote_code=code))
+    if model is None:
+        model = load_plain(exported, dtype=COMPUTE, trust_remote_code=code)
     rows = {"text": _text_rows(model.config, new_ids)}
     if getattr(model.config, "vision_config", None) is not None:
         try:
@@ -120,16 +124,6 @@ def check_export(
             )
         worst = max(worst, difference)
     return ExportVerdict(reference, worst, tolerance, tuple(rows), tuple(notes))
-
-
-def _load_exported(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Load an export as its user does: an adapter through `peft` where that is installed."""
-    if (folder / ADAPTER_CONFIG).exists():
-        base = load_base(folder, dtype=COMPUTE, trust_remote_code=trust_remote_code)
-        adapted = load_with_peft(folder, base)
-        if adapted is not None:
-            return adapted
-    return load_plain(folder, dtype=COMPUTE, trust_remote_code=trust_remote_code)
 
 
 def load_with_peft(folder: Path, base: PreTrainedModel) -> PreTrainedModel | None:
