@@ -26,10 +26,10 @@ import torch
 from torch.nn import functional
 
 from register import environment_register, loss_fn_register, reward_register, sim_fn_register
-from stageline.answer_text import contains_words, normalize, parse_choice
 from stageline.device import sent
 from stageline.errors import DataError, UserError
 from stageline.evaluation import rewards
+from stageline.inference.answer_text import contains_words, normalize, parse_choice
 from stageline.modules import policy_loss
 from stageline.modules.chunked_loss import ChunkedLogits
 from stageline.modules.losses import (

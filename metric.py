@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from register import metric_register
-from stageline.answer_text import contains_words, normalize, says_nothing
 from stageline.errors import UserError
 from stageline.evaluation.figures import (
     ROUGE_TYPES,
@@ -21,6 +20,7 @@ from stageline.evaluation.figures import (
     text_figures,
 )
 from stageline.evaluation.rewards import references, right_choice
+from stageline.inference.answer_text import contains_words, normalize, says_nothing
 
 Predictions = Sequence[dict[str, Any]]
 Samples = Sequence[dict[str, Any]]

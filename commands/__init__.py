@@ -6,14 +6,14 @@ import gc
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from stageline.distributed.terminal import is_first as is_first
+from stageline.distributed.terminal import terminal
 from stageline.errors import UserError, name_options
-from stageline.hub import local_folder, pinned_set, with_commit
-from stageline.terminal import is_first as is_first
-from stageline.terminal import terminal
+from stageline.hub import local_folder, pinned_set, read_name
 
 gc.set_threshold(20_000)  # fewer collections while modules are imported, a quarter of that time
 say = terminal.say  # prints a text once in a run
@@ -85,6 +85,17 @@ def with_folders(run: Run, *, recorded: Mapping[str, Any] = {}) -> Run:
 
         changes[item.name] = with_paths(item, value, put)
     return _with_dtype(replaced(run, changes))
+
+
+def with_commit(given: str, recorded: Iterable[str]) -> str:
+    """Return a name with the commit that an earlier start of the run recorded, if any."""
+    name = read_name(given)
+    if name is not None and not name.is_pinned:
+        for old in recorded:
+            then = read_name(str(old))
+            if then is not None and then.repo == name.repo and then.is_pinned:
+                return old
+    return given
 
 
 def _with_dtype(run: Any) -> Any:

@@ -34,16 +34,17 @@ def main() -> int:
     from commands.answer_run import build_model, plan_model
     from stageline.inference import dialogue
     from stageline.inference.remote import Endpoint
+    from stageline.serving.client import Server, server_url
 
-    engine: dialogue.LocalModel | dialogue.Server
+    engine: dialogue.LocalModel | Server
     if run.server:
         endpoint = Endpoint(
             name=run.server_model or "",
-            base_url=dialogue.server_url(run.server),
+            base_url=server_url(run.server),
             api_key_env=run.api_key_env,
             max_retries=1,  # a person waits
         )
-        engine = dialogue.Server(endpoint)
+        engine = Server(endpoint)
         dialogue.note(f"{endpoint.name} at {endpoint.base_url}")
     else:
         check_model_path(run, parts["builder"].part)

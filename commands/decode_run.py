@@ -26,7 +26,7 @@ from stageline.checkpoint.files import ADAPTER_CONFIG
 from stageline.data.text.chat_template import template_of
 from stageline.data.text.processor import get_tokenizer, load_processor
 from stageline.device import available_memory
-from stageline.distributed.failure import name_stages
+from stageline.distributed.failure_record import name_stages
 from stageline.distributed.process_group import (
     DistributedContext,
     distributed_context,

@@ -226,15 +226,20 @@ class StageBuilder:
         if not (is_split or answers or packed_rows):
             return  # imports below take a while
         from stageline.verify.answers import answers as check_answers
-        from stageline.verify.scaled_copy import Check, ScaledCopy, options_of_copy, verify
-        from stageline.verify.scaled_copy import packed_rows as rows_check
+        from stageline.verify.scaled_copy import Check, ScaledCopy, verify
+        from stageline.verify.scaled_copy import packed_rows as check_rows
         from stageline.verify.training import training
 
         checks: dict[str, Check] = {"loss and gradients": training} if is_split else {}
         if packed_rows:
-            checks[f"{packed_rows} packed rows"] = rows_check(packed_rows)
+            checks[f"{packed_rows} packed rows"] = functools.partial(check_rows, rows=packed_rows)
         if answers:
             checks["answers"] = check_answers
+        options = {name: value for name, value in self.part.kwargs.items() if value is not None}
+        attention = self.options.get("attn_implementation")
+        attention = attention or options.pop("attn_implementation", None)
+        if attention in ("eager", "sdpa"):  # sdpa on the CPU is what the kernels of a GPU compute
+            options["attn_implementation"] = attention
         copy = ScaledCopy(
             self.part.part,
             self.config_path,
@@ -244,7 +249,7 @@ class StageBuilder:
             vision_stages=self.options.get("vision_stages", 0),
             trust_remote_code=self.trust_remote_code,
             gives_scores=self.part.facts.gives_scores,
-            options=options_of_copy(self.part.kwargs, self.options.get("attn_implementation")),
+            options=options,
         )
         verify(copy, checks, mode=mode, ranks=ranks, say=say)
 

@@ -19,11 +19,11 @@ from options.model import check_vision
 from options.train import RunConfig, check_streaming
 from parse_args import TrainArguments, parse_train_args
 from register import engine_register, train_model_register
+from stageline.distributed.terminal import terminal
 from stageline.distributed.watchdog import WatchdogRules
 from stageline.errors import UserError
 from stageline.pipeline.topology import Topology, resolve_topology
 from stageline.run_records import read_object
-from stageline.terminal import terminal
 
 if TYPE_CHECKING:
     from commands.train_data import Data

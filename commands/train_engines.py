@@ -18,13 +18,13 @@ from commands.train_data import Data, check_data, settle_steps, show_samples
 from commands.train_parts import TrainingParts
 from options.train import memory_remedies
 from parse_args import TrainArguments
-from stageline.device import is_accelerator, stage_devices
-from stageline.distributed.failure import name_stages
-from stageline.distributed.failure_record import on_full_memory
+from stageline.device import is_accelerator
+from stageline.distributed.failure_record import name_stages, on_full_memory
 from stageline.distributed.process_group import (
     DistributedContext,
     choose_device,
     distributed_context,
+    stage_devices,
 )
 from stageline.errors import UserError
 from stageline.pipeline.runner import PipelineRunner

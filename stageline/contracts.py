@@ -99,8 +99,7 @@ def part_name(part: object) -> str:
     name = target.__qualname__
     try:
         file = Path(inspect.getsourcefile(target) or "")
-        code = getattr(target, "__code__", None)
-        line = code.co_firstlineno if code else inspect.getsourcelines(target)[1]
+        line = inspect.getsourcelines(target)[1]
     except (TypeError, OSError):  # built into the interpreter, or without a file
         return name
     return f"{name} ({file.relative_to(_ROOT) if file.is_relative_to(_ROOT) else file}:{line})"

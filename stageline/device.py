@@ -47,17 +47,6 @@ def accelerators(asked: str = "auto") -> list[torch.device]:
     return [torch.device(kind, index) for index in range(count)]
 
 
-def stage_devices(asked: str = "auto") -> list[torch.device]:
-    """Return the devices that stages compute on, or stream through: all accelerators or the CPU."""
-    found = accelerators(asked) or [torch.device("cpu")]
-    if found[0].type == "mps":
-        raise UserError(
-            "`device` mps cannot run a model in stages: it has no streams and no float64. Use "
-            "`device` cpu, or a whole model placed by a device_map."
-        )
-    return found
-
-
 def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
     """Return torch's global generators of the host and then of these devices."""
     found = [torch.default_generator]

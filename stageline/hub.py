@@ -8,13 +8,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stageline.errors import UserError
-from stageline.terminal import is_first
 
 PREFIX = "hub:"  # prefix that marks a hub name, not a folder
 FETCHED = "STAGELINE_HUB_FETCHED"  # passes the results of the first process to the others of a run
@@ -22,9 +20,10 @@ _NAME = re.compile(r"(?:hub:)?(\w[\w.-]*/\w[\w.-]*?)(?:@(\w[\w./-]*))?")
 _FILE = re.compile(r".*\.(jsonl?|ndjson|[ct]sv|txt|parquet|arrow|safetensors|bin|py|ya?ml|idx)")
 _SNAPSHOT = re.compile(r"(.+)/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Weights other than these are never fetched: what torch.save writes can run any program.
-_AT_ONCE = "*.json *.jinja *.txt *.model *.tiktoken *.spm *.bpe *.vocab *.py".split()
-_AT_ONCE.append("adapter_model.safetensors")  # small
+# Weights of adapters are small. What torch.save writes is never fetched: it can run any program.
+_AT_ONCE = (
+    "*.json *.jinja *.txt *.model *.tiktoken *.spm *.bpe *.vocab *.py adapter_model.safetensors"
+).split()
 _LEFT_OUT = ["onnx/*", "openvino/*", "original/*", "runs/*", "*checkpoint-*/*"]
 
 
@@ -57,16 +56,6 @@ def read_name(text: str | Path, *, folder: Path = Path()) -> HubName | None:
     is_here = (folder / text).exists() or (folder / match[1]).parent.exists()
     is_path = not text.startswith(PREFIX) and (is_here or _FILE.fullmatch(text))
     return None if is_path else HubName(match[1], match[2])
-
-
-def with_commit(given: str, recorded: Iterable[str]) -> str:
-    """Return a name with the commit that an earlier start of the run recorded, if any."""
-    name = read_name(given)
-    for old in recorded if name is not None and not name.is_pinned else ():
-        then = read_name(str(old))
-        if name and then and then.repo == name.repo and then.is_pinned:
-            return old
-    return given
 
 
 def name_of(folder: str | Path) -> HubName | None:
@@ -116,12 +105,10 @@ def pinned_set(given: str, *, option: str = "`dataset_path`") -> str:
     try:
         info = HfApi().dataset_info(name.repo, revision=name.revision, timeout=TIMEOUT)
     except Exception as error:  # the client raises errors of its transport
-        is_refusal = isinstance(error, errors.HFValidationError)
-        if isinstance(error, errors.HfHubHTTPError):
-            is_refusal = error.response.status_code < 500
-        if not is_refusal:
-            return full
-        raise _refused(name, option, error, kind="datasets") from error
+        has_answered = isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500
+        if has_answered or isinstance(error, errors.HFValidationError):
+            raise _refused(name, option, error, kind="datasets") from error
+        return full
     found = f"{PREFIX}{name.repo}@{info.sha}"
     _note(full, found)
     return found
@@ -141,9 +128,9 @@ def fetch_missing(path: Path) -> None:
     try:
         hf_hub_download(name.repo, path.name, revision=name.revision, cache_dir=path.parents[3])
     except Exception as error:
-        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            return
-        raise _refused(name, path.name, error) from error
+        is_local = isinstance(error, LocalEntryNotFoundError)  # the hub did not answer
+        if is_local or not isinstance(error, EntryNotFoundError):
+            raise _refused(name, path.name, error) from error
 
 
 def _from_hub(name: HubName) -> str:
@@ -178,7 +165,7 @@ def _fetched() -> dict[str, str]:
 
 def _note(name: HubName | str, found: str) -> None:
     os.environ[FETCHED] = json.dumps({**_fetched(), str(name): found})
-    if is_first():
+    if os.environ.get("RANK", "0") == "0":
         print(f"{name} is {found}", file=sys.stderr, flush=True)
 
 

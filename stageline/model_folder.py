@@ -234,17 +234,16 @@ def parts_of(config: "PretrainedConfig") -> "dict[str, PretrainedConfig]":
     return {name: part for name, part in found.items() if isinstance(part, PretrainedConfig)}
 
 
-def walk_config(config: "PretrainedConfig") -> Iterator[dict[str, Any]]:
-    """Yield the fields of a configuration and of those inside it."""
-    parts = parts_of(config)
-    yield {name: value for name, value in config.to_dict().items() if name not in parts}
-    for part in parts.values():
+def walk_config(config: "PretrainedConfig") -> "Iterator[PretrainedConfig]":
+    """Yield a configuration and those inside it."""
+    yield config
+    for part in parts_of(config).values():
         yield from walk_config(part)
 
 
 def special_tokens(config: "PretrainedConfig") -> frozenset[int]:
     """Return the ids of all tokens that are not text."""
-    fields = [item for told in walk_config(config) for item in told.items()]
+    fields = [item for part in walk_config(config) for item in part.to_dict().items()]
     found = [value for name, value in fields if is_token(name)]
     ids = [one for value in found for one in (value if isinstance(value, list) else [value])]
     return frozenset(one for one in ids if isinstance(one, int))

@@ -52,13 +52,6 @@ def where() -> Progress:
     return _on_device or _place
 
 
-def begin() -> None:
-    """Clear the record, for a process forked from one that ran something before."""
-    global _place, _on_device
-    _place, _on_device = Progress(since=time.monotonic()), None
-    _ahead.clear()
-
-
 def at_step(step: int) -> None:
     """Record the number of optimizer steps done."""
     global _place

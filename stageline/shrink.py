@@ -32,10 +32,13 @@ def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedCon
     """
     special = sorted(one for one in special_tokens(config) if one > 2)
     ids = {one: place for place, one in enumerate([0, 1, 2, *special])}
-    sizes = Sizes(num_layers, _head_dim(config), ids)
+    head_dim = _head_dim(config)
+    sizes = Sizes(num_layers, head_dim, NUM_HEADS * head_dim, ids)
     text = config.get_text_config(decoder=True)
     try:
-        small = _shrink_part(config, sizes, text if _holds(config, text) else config)
+        # an encoder-decoder has no configuration for its decoder: all of it is text
+        is_inside = any(part is text for part in walk_config(config))
+        small = _shrink_part(config, sizes, text if is_inside else config)
         _except(config.model_type, small, sizes)
         return type(config).from_dict(small)
     except Exception as error:  # the checks of some hundred classes raise any type
@@ -66,6 +69,7 @@ INTERVALS = (
     *(("decoder_sparse_step", None), ("moe_layer_interval", None), ("layer_group_size", None)),
     ("n_layers_per_attn_res_block", None),
 )
+KINDS = ("layers_block_type", "layer_types")
 LISTED = ("attn_layer_period", "layer_group_size")  # redundant where there is a list of kinds
 SOURCES = ("kv_source_layers",)  # entry of a layer: the layer whose keys and values it uses
 # numbers of first layers that are dense, in models without a list of kinds
@@ -73,23 +77,18 @@ PREFIXES = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"
 MOST = 4  # most layers of an interval in a copy
 
 
-def depth_of(told: Mapping[str, Any]) -> int:
-    """Return the number of layers; 0: the configuration has none."""
-    found = next((told[name] for name in DEPTHS if isinstance(told.get(name), int)), 0)
-    lists = (told.get(name) for name in ("layers_block_type", "layer_types"))
-    return found or next((len(one) for one in lists if isinstance(one, list)), 0)
-
-
 class LayerKinds:
     """The kinds of layers of one configuration.
 
     Args:
-        told: its fields, as `to_dict` gives them.
+        told: its fields, as `to_dict` gives them; a depth of 0: it has no layers.
     """
 
     def __init__(self, told: Mapping[str, Any]) -> None:
         self.told = told
-        self.depth = depth_of(told)
+        depths = [told[name] for name in DEPTHS if isinstance(told.get(name), int)]
+        lists = [told[name] for name in KINDS if isinstance(told.get(name), list)]
+        self.depth = next(iter(depths), 0) or next(map(len, lists), 0)
         self.lists = [name for name, value in told.items() if self._is_list(name, value)]
         self.indices = [name for name in INDICES if isinstance(told.get(name), list)]
         self.sources = [name for name in SOURCES if isinstance(told.get(name), list)]
@@ -105,8 +104,8 @@ class LayerKinds:
     def period(self) -> int:
         """Return the number of layers with which a copy has every kind."""
         patterns = [len(self.told.get("block_types") or [0])]
-        listed = {"layers_block_type", "layer_types"} & set(self.lists)
-        names = [name for name, _ in INTERVALS if not (listed and name in LISTED)]
+        is_listed = any(name in KINDS for name in self.lists)
+        names = [name for name, _ in INTERVALS if not (is_listed and name in LISTED)]
         steps = [_interval(self.told.get(name)) for name in names]
         before = any(self.told.get(name) for name in PREFIXES) and len(self.firsts) == 1
         return math.lcm(max(len(self.firsts), 1 + before), *patterns, *steps)
@@ -136,6 +135,10 @@ class LayerKinds:
                 fields[name] = _interval(self.told[name])
                 if offset:
                     fields[offset] = self.told[offset] % fields[name]
+        if shared := self.told.get("num_kv_shared_layers"):
+            # the last layers use the keys of others; before them comes one of every kind
+            shared = round(num_layers * shared / self.depth)
+            fields["num_kv_shared_layers"] = max(1, min(shared, num_layers - len(self.firsts)))
         return fields | {name: min(self.told[name], 1) for name in PREFIXES if self.told.get(name)}
 
     def _is_list(self, name: str, value: object) -> bool:
@@ -181,11 +184,8 @@ class Sizes:
 
     num_layers: int
     head_dim: int
+    width: int
     ids: Mapping[int, int]  # special token -> its place in the small vocabulary
-
-    @property
-    def width(self) -> int:
-        return NUM_HEADS * self.head_dim
 
 
 def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
@@ -195,6 +195,8 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
         """Return the first of these fields that is a number other than 0."""
         return next((told[one] for one in names if type(told.get(one)) is int and told[one]), None)
 
+    if value < 1:  # a part that is switched off stays off
+        return value
     width, hidden = sizes.width, first("hidden_size") or 0
     is_mamba_2 = "state_size" in told and "num_heads" in told
     mamba_head = round((told.get("mamba_expand") or told.get("expand") or 2) * width) // 8
@@ -208,32 +210,24 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
         queries = [*(queries if is_full else ()), "linear_num_value_heads"]
     is_alike = any(type(told.get(one)) is int and told[one] == value for one in queries)
     key_heads = 1 if value == 1 else NUM_HEADS if is_alike else 2
-    heads_width = value * (first("num_attention_heads") or NUM_HEADS) or 1
+    heads_width = value * (first("num_attention_heads") or NUM_HEADS)
     times = max(1, round(heads_width / (hidden or heads_width)))
-    attention_times = max(1, round(value / (hidden or first("d_model") or value or 1)))
+    attention_times = max(1, round(value / (hidden or first("d_model") or value)))
     # latent attention: the rotated part of a head has `HEAD_DIM` numbers
-    latent = first("qk_rope_head_dim", "qk_nope_head_dim") or value or 1
-    latent_head = round(value * HEAD_DIM / latent)
+    latent_head = round(value * HEAD_DIM / (first("qk_rope_head_dim", "qk_nope_head_dim") or value))
     head_dim = latent_head if "kv_lora_rank" in told else sizes.head_dim
     head_dim = mamba_head if is_mamba_2 else head_dim
     groups = first("n_group", "num_expert_group") or value
-    blocks = told.get("intermediate_layers_indices")  # their states are handed out
-    num_blocks = len(blocks) if isinstance(blocks, list) else 0
+    blocks = told.get("intermediate_layers_indices") or ()  # their states are handed out
     window = min(value, 6)  # tokens; of a tower pixels
     if "patch_size" in told:
         window = 2 * PATCH * (first("spatial_merge_size") or 0) or 2
-    shared = 0  # last layers that use the keys of others; before them comes one of every kind
-    if name == "num_kv_shared_layers" and value:
-        kinds = LayerKinds(told)
-        shared = round(sizes.num_layers * value / max(kinds.depth, 1))
-        shared = max(1, min(shared, sizes.num_layers - len(kinds.firsts)))
-    shares = (round(width * share) if value > 0 else value for share in (0.25, 0.5, 1, 2))
-    quarter, half, same, double = shares
     # four times the width where it is so: towers that merge four patches rely on it
     inner = width * (4 if value == 4 * hidden else 2)
     rules: dict[str, int] = {  # the first that fits counts
         r"unpadded_vocab_size": VOCABULARY - 8 * (value < (first("vocab_size") or value)),
-        r"max_position_embeddings|n_positions|max_seq_len|context_length": positions,
+        r"max_position_embeddings|n_positions|max_seq_len|context_length|n_ctx|seq_len"
+        r"|max_(source|target)_positions|max_2d_position_embeddings": positions,
         # heads
         r"mamba_d_head|mamba_head_?dim": mamba_head,
         r".*(key_value_heads|kv_heads|kv_n_heads|num_key_heads|num_query_groups)": key_heads,
@@ -247,11 +241,10 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
         r"word_embed_proj_dim": width if value == hidden else width // 2,
         r"attention_hidden_size": width * attention_times,
         r"mamba_d_ssm": 8 * mamba_head,
-        r"vision_output_dim": width * (1 + min(num_blocks, TOWER_DEPTH - 1)),
+        r"vision_output_dim": width * (1 + min(len(blocks), TOWER_DEPTH - 1)),
         r"topk_group": min(groups, 2) if value >= groups else 1,
-        r"num_kv_shared_layers": shared,
         r"moe_layer_end_index": sizes.num_layers - 1,
-        r"max_window_layers": sizes.num_layers // (1 + (value < depth_of(told))),
+        r"max_window_layers": sizes.num_layers // (1 + (value < (first(*DEPTHS) or 0))),
         r"(.*_)?(sliding_window|window_size|window_len|window_length)|local_attention": window,
         # numbers of every copy
         r"(decoder_)?vocab_size(_per_layer_input)?": VOCABULARY,
@@ -263,17 +256,17 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
         r"num_position_embeddings|num_patches|vision_soft_tokens_per_image": GRID * GRID,
         r"pos_emb_(height|width)|posemb_grid_size": GRID,
         # shares of the width
-        r"hidden_size_per_layer_input": quarter,
+        r"hidden_size_per_layer_input": width // 4,
         r"(.*_)?(hidden_size(_global)?|hidden_dim|d_model|n_embd|dim_model|lru_width)"
         r"|output_proj_dims|hidden_sizes|output_channels|downsample_channels"
-        r"|(.*_)?(output|input|projection|adapter_(in|out)|emb(ed(ding)?)?)_(dim|size)": same,
-        r"(shared_|moe_|expert_|share_).*(intermediate_size|ffn_hidden_size|expert_dim)": half,
+        r"|(.*_)?(output|input|projection|adapter_(in|out)|emb(ed(ding)?)?)_(dim|size)": width,
+        r"(shared_|moe_|expert_|share_).*(intermediate_size|ffn_hidden_size|expert_dim)": width
+        // 2,
         r"alignment_intermediate_size|n_inner|d_ff|dff|dim_ff|d_inner|mlp_dim|block_ff_dim"
-        r"|feed_forward_size": double,
+        r"|feed_forward_size": 2 * width,
         r"(.*_)?intermediate_size(_mlp)?|(.*_)?ffn_(dim|hidden_size)": inner,
         # embeddings, experts, states, windows, towers
         r".*(vocab_size|codebook_size|num_embeddings|hash_byte_group_vocab)": min(value, 64),
-        r"n_ctx|max_(source|target)_positions|seq_len|max_2d_position_embeddings": min(value, 128),
         r"base_channels": min(value, 32),
         r"laurel_rank|time_step_rank|mamba_dt_rank|adapter_rank|gated_norm_rank|hc_lowrank"
         r"|(num_(local_)?|n_routed_|moe_num_)experts|zero_expert_num|index_(topk|block_size|kpool)"
@@ -285,10 +278,6 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
         r"|attention_chunk_size|keep_window_size|block_size|floor_scale": min(value, 8),
     }
     return next((number for rule, number in rules.items() if re.fullmatch(rule, name)), value)
-
-
-def _holds(config: PretrainedConfig, part: PretrainedConfig) -> bool:
-    return config is part or any(_holds(one, part) for one in parts_of(config).values())
 
 
 def _shrink_part(
@@ -303,30 +292,24 @@ def _shrink_part(
         if name in parts:
             small[name] = _shrink_part(parts[name], sizes, text, in_text=is_text)
         elif name in DEPTHS and isinstance(value, int):
-            old = kinds.depth
             if not is_text:
                 small[name] = min(value, TOWER_DEPTH)
-            elif old % value and value % old:
+            elif kinds.depth % value and value % kinds.depth:
                 small[name] = 2
             else:  # twice as many layers as of another stack stay twice as many
-                small[name] = max(1, round(depth * value / old))
-        elif name == "per_layer_config" and value:
-            small[name] = {
-                at: {one: _shrink(one, old, told | own, sizes) for one, old in own.items()}
-                for at, own in value.items()
-            }
+                small[name] = max(1, round(depth * value / kinds.depth))
         elif name in kinds.lists and not isinstance(value, str):
             small[name] = _shrink_list(name, value, told, sizes)
         elif name not in (*kinds.lists, *kinds.indices, *kinds.sources, *DEPTHS):
             small[name] = _shrink(name, value, told, sizes)
     for name in TOWER_INDICES:  # indices of blocks: as many as fit, from the front or from the back
         value, most = told.get(name), min(depth or TOWER_DEPTH, TOWER_DEPTH)
-        if isinstance(value, list) and any(one < 0 for one in value):
-            small[name] = [max(-most, min(one, most - 1)) for one in value]
-        elif isinstance(value, list):
+        if isinstance(value, list) and all(one >= 0 for one in value):
             small[name] = list(range(most - min(len(value), most - 1), most))
-        elif isinstance(value, int) and not isinstance(value, bool):
-            small[name] = max(-TOWER_DEPTH, min(value, TOWER_DEPTH - 1))
+        elif isinstance(value, list):
+            small[name] = [max(-most, min(one, most - 1)) for one in value]
+        elif type(value) is int:
+            small[name] = max(-most, min(value, most - 1))
     return small
 
 
@@ -352,6 +335,8 @@ def _shrink(name: str, value: Any, told: FieldValues, sizes: Sizes) -> Any:
         return [[side * PATCH * GRID for side in one] for one in sorted(tiles)]
     if isinstance(value, list | tuple):
         return [_shrink(name, one, told, sizes) for one in value]
+    if isinstance(value, dict):  # fields of one layer, say
+        return {key: _shrink(str(key), one, told | value, sizes) for key, one in value.items()}
     if isinstance(value, int) and is_token(name):
         return sizes.ids.get(value, value)
     if isinstance(value, float):
@@ -362,7 +347,7 @@ def _shrink(name: str, value: Any, told: FieldValues, sizes: Sizes) -> Any:
 def _head_dim(config: PretrainedConfig) -> int:
     """Return the smallest head size that holds all rotary positions."""
     needed = LEAST_HEAD_DIM.get(config.model_type, HEAD_DIM)
-    for told in walk_config(config):
+    for told in (part.to_dict() for part in walk_config(config)):
         whole = told.get("rope_parameters") or told.get("rope_scaling")
         whole = whole if isinstance(whole, dict) else {}
         ropes = [one for one in whole.values() if isinstance(one, dict)]  # a set for each kind

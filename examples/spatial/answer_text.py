@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from stageline.answer_text import REFUSAL, contains_words, plain, tidy
+from stageline.inference.answer_text import REFUSAL, contains_words, plain, tidy
 
 _DIGITS = {
     **{"十二": "12", "十一": "11", "十": "10", "一": "1", "二": "2", "两": "2", "三": "3"},

@@ -18,7 +18,7 @@ from examples.spatial.answer_text import (
     without_question,
     without_refusals,
 )
-from stageline.answer_text import contains_words, tidy
+from stageline.inference.answer_text import contains_words, tidy
 
 _DIRECTIONS = {
     "left": "left leftward leftwards lefthand leftmost",

@@ -13,9 +13,9 @@ from examples.spatial.answers import (
     parse_truth,
 )
 from metric import Predictions, Samples, answers_of, figures_of, wrong_or_unparsed
-from stageline.answer_text import contains_words, normalize
 from stageline.errors import DataError
 from stageline.evaluation.rewards import references, right_choice
+from stageline.inference.answer_text import contains_words, normalize
 
 
 def vsr(predictions: Predictions, samples: Samples) -> dict[str, Any]:

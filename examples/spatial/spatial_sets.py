@@ -24,7 +24,6 @@ from examples.spatial.answers import (
     parse_directions,
     parse_truth,
 )
-from stageline.answer_text import normalize
 from stageline.data.rows.read_rows import Row, read_rows
 from stageline.data.rows.readers import (
     RowsDataset,
@@ -34,6 +33,7 @@ from stageline.data.rows.readers import (
     split_rows,
 )
 from stageline.errors import DataError
+from stageline.inference.answer_text import normalize
 
 Found = TypeVar("Found")
 Others = Literal["error", "allow"]  # the handling of a relation or task that is not known

@@ -13,8 +13,8 @@ from stageline.checkpoint.layout import read_manifest, verify
 from stageline.checkpoint.optimizer_state import SavedState
 from stageline.checkpoint.writer import find_latest, skip_lines, step_folders, sweep
 from stageline.distributed.ranks import Ranks
+from stageline.distributed.terminal import terminal
 from stageline.errors import CheckpointError, UserError, spelled
-from stageline.terminal import terminal
 
 AUTO = "auto"
 

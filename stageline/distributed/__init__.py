@@ -1,1 +1,1 @@
-"""Processes: starting them, their groups and mesh, seeds, and how a run ends when one fails."""
+"""Processes: their start, groups and mesh, what they print, and how a run ends when one fails."""

@@ -12,33 +12,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
 from stageline.distributed import failure_record, stop
-from stageline.distributed.failure_record import (
-    FailureRecord,
-    close_log,
-    is_first_to_report,
-    is_lost_connection,
-    keep_traceback,
-    leave_error_file,
-    record_here,
-    record_of,
-    write_first,
-)
 from stageline.errors import INTERRUPTED, HangError, UserError, spelled
 from stageline.progress import Progress
 
 SECONDS_FOR_THE_CAUSE = 2.0
 _ending = threading.Lock()  # held by the thread that ends this process
-
-
-def name_stages(stages: Sequence[int]) -> None:
-    """Set the stages of the model that this rank runs, for its report."""
-    failure_record.stages_here[:] = stages
-    failure_record.leave_stages()
 
 
 def run_entry(main: Callable[[], int | None]) -> NoReturn:
@@ -62,16 +45,16 @@ def run_entry(main: Callable[[], int | None]) -> NoReturn:
     code = code or stop.stop_code()
     stop.begin_to_end()  # the watchdog must not use an interpreter that ends
     if code:  # a failure is always recorded
-        leave_error_file(record_here("", code, ""))
-    close_log()
+        failure_record.leave_error_file(failure_record.record_here("", code, ""))
+    failure_record.close_log()
     sys.exit(code)
 
 
 def end_failed(error: BaseException) -> NoReturn:
     """End this process because of an exception."""
-    if not is_lost_connection(error):
-        _end(record_of(error))
-    record = record_of(error, is_secondary=True)
+    if not failure_record.is_lost_connection(error):
+        _end(failure_record.record_of(error))
+    record = failure_record.record_of(error, is_secondary=True)
     who = f"rank {record.rank}" + (f" (stage {record.stage})" if record.stage is not None else "")
     message = (
         f"{who} lost a neighbour that told no cause here (the system may have ended it; the output "
@@ -82,17 +65,17 @@ def end_failed(error: BaseException) -> NoReturn:
 
 def end_stopped(message: str, code: int, *, kind: str = "") -> NoReturn:
     """End all ranks at once because of a signal, without waiting for a save."""
-    _end(record_here(kind, code, message))
+    _end(failure_record.record_here(kind, code, message))
 
 
 def end_hung(message: str, *, where: Progress) -> NoReturn:
     """End all ranks because this one makes no progress since `where`."""
-    _end(record_here(HangError.kind, HangError.exit_code, message, at=where))
+    _end(failure_record.record_here(HangError.kind, HangError.exit_code, message, at=where))
 
 
-def tell(record: FailureRecord) -> None:
+def tell(record: failure_record.FailureRecord) -> None:
     """Print a report, and write failure.json."""
-    write_first(record)
+    failure_record.write_first(record)
     if record.message:
         sys.stdout.flush()
         line = "\n" if sys.stderr.isatty() else ""  # below a bar of progress
@@ -101,7 +84,7 @@ def tell(record: FailureRecord) -> None:
         print(spelled("next: the same command with `resume` auto"), flush=True)
 
 
-def _end(record: FailureRecord, *, patience: float = 0.0) -> NoReturn:
+def _end(record: failure_record.FailureRecord, *, patience: float = 0.0) -> NoReturn:
     """End the process at once, or after `patience` seconds in which an agent may end it."""
     stop.begin_to_end()
     with contextlib.suppress(ValueError):  # not in another thread
@@ -110,11 +93,11 @@ def _end(record: FailureRecord, *, patience: float = 0.0) -> NoReturn:
     time.sleep(patience)
     if not _ending.acquire(blocking=False):
         threading.Event().wait()  # until the other thread has ended the process
-    record = keep_traceback(record)
-    leave_error_file(record)
-    if is_first_to_report():
+    record = failure_record.keep_traceback(record)
+    failure_record.leave_error_file(record)
+    if failure_record.is_first_to_report():
         tell(record)
     stop.end_helpers()
-    close_log()
+    failure_record.close_log()
     sys.stdout.flush()
     os._exit(record.code)

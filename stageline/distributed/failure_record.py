@@ -10,7 +10,7 @@ import socket
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -36,14 +36,13 @@ _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdli
 _ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
 
 
-def chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and what it was raised from, outermost first."""
-    current: BaseException | None = error
-    seen: list[BaseException] = []  # one that was raised from itself has no end
-    while current is not None and not any(current is one for one in seen):
-        yield current
-        seen.append(current)
-        current = current.__cause__
+def chain(error: BaseException) -> list[BaseException]:
+    """Return the exception and what it was raised from, outermost first."""
+    found, cause = [error], error.__cause__
+    while cause is not None and not any(cause is one for one in found):  # an error may cause itself
+        found.append(cause)
+        cause = cause.__cause__
+    return found
 
 
 def classify(error: BaseException) -> tuple[BaseException, str, int]:
@@ -60,7 +59,7 @@ def classify(error: BaseException) -> tuple[BaseException, str, int]:
             return cause, StorageError.kind, StorageError.exit_code
     # torch's own schedules wrap what a stage raised
     is_wrapped = str(error).lstrip().startswith("[Stage")
-    return list(chain(error))[-1] if is_wrapped else error, "crash", CRASH
+    return chain(error)[-1] if is_wrapped else error, "crash", CRASH
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -139,11 +138,6 @@ class FailureRecord:
         if len(lines) > 1 and self.kind:
             lines.append(self.headline)
         return "\n".join(lines) + "\n"
-
-
-def first_of(records: Sequence[FailureRecord]) -> FailureRecord:
-    """The cause: the earliest one; of those that only follow from others none, if possible."""
-    return min(records, key=lambda record: (record.is_secondary, record.time_ns))
 
 
 def on_full_memory(describe: Callable[[], str]) -> None:
@@ -313,10 +307,8 @@ def where_stacks_are() -> str:
 
 def log_with_words(rank: int) -> str:
     """The path of a rank's log if there is something in it."""
-    if _Run.folder is None:
-        return ""
-    path = _log_of(rank)
-    return str(path) if path.is_file() and path.stat().st_size else ""
+    path = _Run.folder and _log_of(rank)
+    return str(path) if path and path.is_file() and path.stat().st_size else ""
 
 
 def _log_of(rank: int) -> Path:
@@ -347,42 +339,40 @@ def write_first(record: FailureRecord) -> None:
 
 
 LAUNCHER = "STAGELINE_LAUNCHER"  # the process id of the launcher, for its workers
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's agent
 
 # Files of torch's agent, below its own folder of logs: ATTEMPT/RANK/error.json in the form that its
 # `ErrorHandler` writes, with the record in it; the stages of the rank are next to it.
 
 
-def _error_file() -> Path | None:
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(path) if path else None
-
-
 def leave_error_file(record: FailureRecord) -> None:
     """Report to the agent why this rank ends."""
-    path = _error_file()
-    if path is not None:
-        extra = {"py_callstack": record.report(), "timestamp": str(record.time_ns // 10**9)}
-        told = {"message": record.headline, "extraInfo": extra}
-        with contextlib.suppress(OSError):
-            _write(path, {"message": told, "record": asdict(record)})
+    extra = {"py_callstack": record.report(), "timestamp": str(record.time_ns // 10**9)}
+    told = {"message": record.headline, "extraInfo": extra}
+    _leave({"message": told, "record": asdict(record)})
 
 
-def leave_stages() -> None:
-    """Report to the launcher which stages this rank runs."""
-    path = _error_file()
-    if path is not None:
+def name_stages(stages: Sequence[int]) -> None:
+    """Set the stages of the model that this rank runs, for its report and its launcher's."""
+    stages_here[:] = stages
+    _leave(stages_here, name="stages.json")
+
+
+def _leave(told: Any, *, name: str = "") -> None:
+    """Write the agent's error file, or the file `name` next to it."""
+    if path := os.environ.get(ERROR_FILE):
         with contextlib.suppress(OSError):
-            path.with_name("stages.json").write_text(json.dumps(stages_here))
+            _write(Path(path).with_name(name) if name else Path(path), told)
 
 
 def is_first_to_report() -> bool:
     """Whether this rank prints: not below our launcher, which does; else the first of a machine."""
-    path = _error_file()
-    if LAUNCHER in os.environ or path is None:
-        return path is None
+    path = os.environ.get(ERROR_FILE)
+    if LAUNCHER in os.environ or not path:
+        return not path
     try:
         # other files of this attempt are in the folders of the ranks
-        path.parents[1].joinpath("reported").touch(exist_ok=False)
+        Path(path).parents[1].joinpath("reported").touch(exist_ok=False)
     except OSError:
         return False
     return True
@@ -401,7 +391,7 @@ def stages_of(folder: Path, rank: int) -> tuple[int, ...]:
     return tuple(json.loads(file.read_text())) if file else ()
 
 
-def _write(path: Path, told: Mapping[str, Any]) -> None:
+def _write(path: Path, told: Any) -> None:
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     draft.replace(path)

@@ -16,15 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from stageline.distributed import failure_record
 from stageline.distributed.failure import tell
-from stageline.distributed.failure_record import (
-    LAUNCHER,
-    FailureRecord,
-    first_of,
-    log_with_words,
-    read_error_files,
-    stages_of,
-)
 from stageline.distributed.stop import CODES, release_signals
 from stageline.distributed.watchdog import WatchdogRules, start_watchdog
 from stageline.errors import CRASH
@@ -87,7 +80,7 @@ def _launch(num_processes: int, *, patience: float) -> NoReturn:
 
     PContext.close = close_in_time  # type: ignore[method-assign]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too: processes share the cores
-    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ[failure_record.LAUNCHER] = str(os.getpid())
     release_signals()
     passed_on = [signum for signum in CODES if signal.getsignal(signum) != signal.SIG_IGN]
     for signum in passed_on:
@@ -123,7 +116,7 @@ def _launch(num_processes: int, *, patience: float) -> NoReturn:
 
 def first_failure(
     folder: Path, codes: Mapping[int, int], *, num_ranks: int
-) -> FailureRecord | None:
+) -> failure_record.FailureRecord | None:
     """The failure that ended a run; None: there was none, or a signal ended it at its start.
 
     Args:
@@ -131,8 +124,10 @@ def first_failure(
         codes: rank -> exit code, negative for a signal, of those that ended with another than 0;
             in the order in which they ended.
     """
-    records = read_error_files(folder)
-    first = first_of(list(records.values())) if records else None
+    records = failure_record.read_error_files(folder)
+    # the earliest; one that only follows from another's end counts where there is no other
+    by_cause = sorted(records.values(), key=lambda one: (one.is_secondary, one.time_ns))
+    first = by_cause[0] if by_cause else None
     if not codes or (first is not None and not first.is_secondary):
         return first
     # one that a signal ended, or that left in the middle: the others have only lost a connection
@@ -142,13 +137,13 @@ def first_failure(
     if not silent:
         return first
     rank, code = silent[0]
-    stages = stages_of(folder, rank)
+    stages = failure_record.stages_of(folder, rank)
     message = f"ended with exit status {code} in the middle of the run, without a word"
     if code < 0:
-        number, log = signal.Signals(-code), log_with_words(rank)
+        number, log = signal.Signals(-code), failure_record.log_with_words(rank)
         more = [number.name, _HINTS.get(number, ""), f"threads: {log}" if log else ""]
         message = f"killed by signal {-code} ({'; '.join(filter(None, more))})"
-    return FailureRecord(
+    return failure_record.FailureRecord(
         kind="crash",
         code=CRASH,
         message=message,

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline import progress
-from stageline.device import VISIBLE, accelerators, is_accelerator, stage_devices
-from stageline.distributed.stop import settle, stop_code
+from stageline.device import VISIBLE, accelerators, is_accelerator
+from stageline.distributed.stop import begin_to_end, stop_code
 from stageline.errors import UserError
 from stageline.hub import name_of
 
@@ -159,7 +159,7 @@ def distributed_context(
     # all ranks learn the exit code after a signal to one; what they had to save is saved
     code = torch.tensor(stop_code())
     dist.all_reduce(code, op=dist.ReduceOp.MAX)
-    settle(int(code))
+    begin_to_end(int(code))
     dist.destroy_process_group()
 
 
@@ -188,6 +188,17 @@ def open_channels(
     return found
 
 
+def stage_devices(asked: str = "auto") -> list[torch.device]:
+    """Return the devices that stages compute on, or stream through: all accelerators or the CPU."""
+    found = accelerators(asked)
+    if found and not is_accelerator(found[0]):
+        raise UserError(
+            "`device` mps cannot run a model in stages: it has no streams and no float64. Use "
+            "`device` cpu, or a whole model placed by a device_map."
+        )
+    return found or [torch.device("cpu")]
+
+
 def choose_device(device: str, *, local_rank: int, local_world_size: int) -> torch.device:
     """Return the device of one process.
 
@@ -196,9 +207,9 @@ def choose_device(device: str, *, local_rank: int, local_world_size: int) -> tor
             for, or "auto" where there is one: "auto" never falls back to the CPU next to a GPU.
     """
     found = stage_devices(device)
-    if found[0].type == "cpu":
-        return found[0]
     kind = found[0].type
+    if kind == "cpu":
+        return found[0]
     if len(found) < local_world_size:
         raise UserError(
             f"`device` {device}: this machine shows {len(found)} devices of the kind {kind} for "
@@ -265,22 +276,15 @@ def warm_up(context: DistributedContext) -> None:
     pairs = [(stage, stage + 1) for stage in range(last)]
     if last > 1:
         pairs.append((last, 0))  # schedules with several stages a rank go round
-    for low, high in pairs:
-        for source, target in ((low, high), (high, low)):
-            _pass_on(context, source, target, group=context.pp_group)
-    for (source, target), channel in context.channels.items():
-        _pass_on(context, source, target, group=channel)
-
-
-def _pass_on(
-    context: DistributedContext, source: int, target: int, *, group: dist.ProcessGroup
-) -> None:
-    value = torch.full((), float(context.pp_rank), device=context.device)
-    if context.pp_rank == source:
-        dist.send(value, dist.get_global_rank(context.pp_group, target), group=group)
-    elif context.pp_rank == target:
-        dist.recv(value, dist.get_global_rank(context.pp_group, source), group=group)
-        assert int(value) == source
+    directions = [one for low, high in pairs for one in ((low, high), (high, low))]
+    opened = [(direction, context.pp_group) for direction in directions]
+    for (source, target), group in (*opened, *context.channels.items()):
+        value = torch.full((), float(context.pp_rank), device=context.device)
+        if context.pp_rank == source:
+            dist.send(value, dist.get_global_rank(context.pp_group, target), group=group)
+        elif context.pp_rank == target:
+            dist.recv(value, dist.get_global_rank(context.pp_group, source), group=group)
+            assert int(value) == source
 
 
 def group_backend(device: torch.device) -> str:
@@ -297,16 +301,24 @@ def _init_group(rank: int, world_size: int, device: torch.device, *, timeout: fl
         torch.backends.cudnn.allow_tf32 = False
         # sends and receives are put into one order by hand; NCCL would warn of each pair
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    with _naming_the_port():
-        store = meet(rank, world_size, timedelta(seconds=timeout))
+    limit = timedelta(seconds=timeout)
+    try:
         dist.init_process_group(
             group_backend(device),
-            store=store,
+            store=meet(rank, world_size, limit),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout),
+            timeout=limit,
             device_id=device if is_accelerator(device) else None,
         )
+    except (RuntimeError, OSError) as error:  # torch's own error is a RuntimeError
+        if not re.search("EADDRINUSE|address already in use", str(error), re.IGNORECASE):
+            raise
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        raise UserError(
+            f"port {port} of {address} (MASTER_PORT) is in use by another program. Choose another "
+            "MASTER_PORT, or start the run without torchrun, which finds a free one."
+        ) from error
 
 
 def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
@@ -354,18 +366,3 @@ class LargestOfReplicas:
 
     def _key(self, step: int, rank: int) -> str:
         return f"stageline/{self._name}/{step}/{rank}"
-
-
-@contextmanager
-def _naming_the_port() -> Iterator[None]:
-    """Raise a UserError where another program listens on the port of the ranks."""
-    try:
-        yield
-    except (RuntimeError, OSError) as error:  # torch's own error is a RuntimeError
-        if not re.search("EADDRINUSE|address already in use", str(error), re.IGNORECASE):
-            raise
-        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        raise UserError(
-            f"port {port} of {address} (MASTER_PORT) is in use by another program. Choose another "
-            "MASTER_PORT, or start the run without torchrun, which finds a free one."
-        ) from error

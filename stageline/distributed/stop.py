@@ -144,7 +144,9 @@ def ask(signum: int) -> None:
     _stop.asked_at = time.monotonic()
     _stop.signum = signum
     if _stop.is_read and os.environ.get("RANK", "0") == "0":
-        again = "Ctrl-C again" if signum == signal.SIGINT else f"a second {name_of(signum)}"
+        again = (
+            "Ctrl-C again" if signum == signal.SIGINT else f"a second {signal.Signals(signum).name}"
+        )
         words = f"\n{_words.first}; {again} {_words.again}.\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, words.encode())
 
@@ -156,25 +158,15 @@ def stop_code() -> int:
     return 0 if _stop.signum is None else CODES[signal.Signals(_stop.signum)]
 
 
-def settle(code: int) -> None:
-    """Note the exit code that the ranks agreed on at the end; signals are ignored from here on."""
-    _stop.code = code
-    _ending.set()
-
-
-def begin_to_end() -> None:
-    """Ignore signals from here on: this process reports, and ends."""
+def begin_to_end(code: int | None = None) -> None:
+    """Ignore signals from here on: this process ends, with the `code` that all ranks agreed on."""
+    _stop.code = _stop.code if code is None else code
     _ending.set()
 
 
 def is_ending() -> bool:
     """Whether signals are passed over, as the process is about to end."""
     return _ending.is_set()
-
-
-def name_of(signum: int) -> str:
-    """`SIGTERM`."""
-    return signal.Signals(signum).name
 
 
 def _interrupt_the_start(signum: int, frame: FrameType | None) -> None:
@@ -211,7 +203,7 @@ def words_before_the_first_step() -> str:
     """Return the message of a run that was stopped while it started."""
     how = "Interrupted"
     if _stop.signum not in (None, signal.SIGINT):
-        how = f"Stopped by {name_of(_stop.signum)}"
+        how = f"Stopped by {signal.Signals(_stop.signum).name}"
     return f"{how} {_words.early}."
 
 

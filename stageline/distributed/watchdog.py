@@ -5,6 +5,7 @@ may wait inside gloo for as long as a timeout allows; this one never does.
 """
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -36,15 +37,13 @@ class WatchdogRules:
 
 
 def start_watchdog(rules: WatchdogRules) -> None:
-    """Start the watchdog of this process; end the process if its launcher has ended already."""
+    """Start the watchdog of this process, which ends it at once if its launcher has ended."""
     launcher = None
     if LAUNCHER in os.environ:
         launcher = int(os.environ[LAUNCHER])
         stop.die_with_parent()
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = os.getppid()
-    if launcher not in (None, os.getppid()):
-        os._exit(CRASH)
     threading.Thread(target=_watch, args=(rules, launcher), name="watchdog", daemon=True).start()
 
 
@@ -87,8 +86,8 @@ def _check_deadline(limit: float) -> None:
     if asked is None or time.monotonic() - asked[1] < limit:
         return
     end_stopped(
-        f"{stop.name_of(asked[0])} asked for a stop {limit:g} s ago, and the step and its save "
-        f"have not ended (this rank: {progress.where()}). The last checkpoint is what counts. "
+        f"{signal.Signals(asked[0]).name} asked for a stop {limit:g} s ago, and the step and its "
+        f"save have not ended (this rank: {progress.where()}). The last checkpoint is what counts. "
         "If saving takes longer, raise `stop_deadline`.",
         stop.stop_code(),
         kind="stopped",

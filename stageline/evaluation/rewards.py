@@ -7,8 +7,8 @@ from typing import Any
 
 import regex  # transformers brings it; unlike re it can be given a time limit
 
-from stageline.answer_text import normalize, parse_choice
 from stageline.errors import DataError, UserError
+from stageline.inference.answer_text import normalize, parse_choice
 
 Sample = Mapping[str, Any]
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S | re.I)

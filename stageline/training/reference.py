@@ -26,12 +26,12 @@ from torch.distributed.tensor import DTensor
 from stageline import progress
 from stageline.data.batches.batch import READ_OFF_IDS
 from stageline.device import is_accelerator
+from stageline.distributed.terminal import terminal
 from stageline.errors import UserError
 from stageline.modules.lora import adapters_off, begun_adapters, trained_besides
 from stageline.modules.losses import KL, PAIRS, REFERENCE, row_lengths, row_log_probs
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.stage import Stage
-from stageline.terminal import terminal
 from stageline.training.loss_part import LossPart, Output, logits_of
 from stageline.training.replicas import Replicas
 from stageline.training.step import StepProgress, check_agreement

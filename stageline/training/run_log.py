@@ -21,6 +21,7 @@ from tqdm.contrib import DummyTqdmFile
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from stageline.distributed.process_group import DistributedContext
+from stageline.distributed.terminal import terminal
 from stageline.errors import StorageError, spelled
 from stageline.modules.lora import is_expert_lora
 from stageline.modules.quantised import plain_shape
@@ -29,7 +30,6 @@ from stageline.pipeline.recorder import TimelineEvent, describe_timeline
 from stageline.run_records import cut_torn_line, finite, read_log
 from stageline.stage import Stage
 from stageline.tables import human_bytes, human_count, human_memory
-from stageline.terminal import terminal
 from stageline.training.evaluation import BestCheckpoint, EvalResult
 from stageline.training.memory import gather_peaks
 from stageline.training.step import StepResult

@@ -24,10 +24,10 @@ from stageline.distributed.failure_record import open_log
 from stageline.distributed.process_group import DistributedContext
 from stageline.distributed.ranks import Ranks
 from stageline.distributed.stop import stop_requested
+from stageline.distributed.terminal import terminal
 from stageline.errors import NonFiniteError, spelled
 from stageline.pipeline.recorder import bubble
 from stageline.pipeline.runner import MicroBatch
-from stageline.terminal import terminal
 from stageline.training.evaluation import BestCheckpoint, EarlyStop, evaluate, figure_of
 from stageline.training.memory import MemoryAccount
 from stageline.training.nonfinite import Skips

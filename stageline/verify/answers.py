@@ -21,9 +21,9 @@ from stageline.inference.decoding.request import PassOrder, Sampling, error_of, 
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.stage import Stage
 from stageline.training.loss_part import logits_of
-from stageline.verify.batches import ordinary_ids
+from stageline.verify.batches import draw_ids, ordinary_ids
 from stageline.verify.compare import run_library_model, run_stage_model
-from stageline.verify.scaled_copy import ScaledCopy, WrongSplit, copy_weights, shown
+from stageline.verify.scaled_copy import Checked, ScaledCopy, WrongSplit, copy_weights, shown
 
 LENGTHS = (9, 4, 7)  # tokens of prompts; the last joins later, is read in pieces and copied
 NUM_TOKENS = 6  # tokens of each answer; the longest go beyond the window of a copy
@@ -31,9 +31,7 @@ NUM_CHOSEN = ("index_topk", "keep_window_size")  # keys that a query chooses
 TOLERANCE = 1e-3  # largest difference of a log-probability, in float32
 
 
-def answers(
-    copy: ScaledCopy, small: PretrainedConfig, partition: list[int]
-) -> tuple[str, dict[str, Any]]:
+def answers(copy: ScaledCopy, small: PretrainedConfig, partition: list[int]) -> Checked:
     """Compare answers of the stages with those of the whole copy; for `verify`."""
     small = copies_of.deepcopy(small)
     text = small.get_text_config(decoder=True)
@@ -86,9 +84,7 @@ def _drawn(
     decoders = [StageDecoder(stage) for stage in stages]
     chain, first = LocalChain(decoders), decoders[0]
     ids, generator = ordinary_ids(config), torch.Generator().manual_seed(0)
-    prompts = [
-        ids[torch.randint(len(ids), (length,), generator=generator)].tolist() for length in LENGTHS
-    ]
+    prompts = [draw_ids(config, length, generator=generator).tolist() for length in LENGTHS]
     others = set(range(int(ids.max()))).difference(ids.tolist())
     sampling = Sampling(
         temperature=1.0, logprobs=0, logit_bias=tuple((one, -1e4) for one in sorted(others))

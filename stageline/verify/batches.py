@@ -40,12 +40,20 @@ def ordinary_ids(config: PretrainedConfig) -> torch.Tensor:
     return torch.tensor([one for one in range(3, most) if one not in special] or [0])
 
 
+def draw_ids(
+    config: PretrainedConfig, *shape: int, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Draw token ids of text; without a generator always the same."""
+    ordinary = ordinary_ids(config)
+    generator = generator or torch.Generator().manual_seed(0)
+    return ordinary[torch.randint(len(ordinary), shape, generator=generator)]
+
+
 def draw_text(
     config: PretrainedConfig, length: int, padding: int, *, generator: torch.Generator
 ) -> MicroBatch:
     """Random ids [2, T] and their mask; `padding` tokens at the end of the last row are masked."""
-    ordinary = ordinary_ids(config)
-    ids = ordinary[torch.randint(len(ordinary), (ROWS, length), generator=generator)]
+    ids = draw_ids(config, ROWS, length, generator=generator)
     mask = torch.ones_like(ids)
     if padding:
         pad = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
@@ -111,33 +119,22 @@ def change_images(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     ]
 
 
-def has_pixels(micro_batches: Sequence[MicroBatch]) -> bool:
-    """Whether there is an image anywhere."""
-    return any(batch.get("pixel_values", torch.empty(0)).numel() for batch in micro_batches)
-
-
 def add_padding(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Copies with two more tokens at the end that are masked out."""
-    count, fill = 2, {"labels": IGNORE}
-    padded = []
+    count, padded = 2, []
     for batch in micro_batches:
-        shape = batch["input_ids"].shape
-        if CROSS_MASK in batch:
-            batch = {**batch, CROSS_MASK: grow_cross_mask(batch[CROSS_MASK], count)}
-        padded.append(
-            {
-                name: functional.pad(value, (0, count), value=fill.get(name, 0))
-                if value.shape == shape and not value.is_floating_point()
-                else value
-                for name, value in batch.items()
-            }
-        )
+        shape, batch = batch["input_ids"].shape, dict(batch)
+        for name, value in batch.items():
+            if name == CROSS_MASK:
+                batch[name] = grow_cross_mask(value, count)
+            elif value.shape == shape and not value.is_floating_point():
+                fill = IGNORE if name == "labels" else 0
+                batch[name] = functional.pad(value, (0, count), value=fill)
+        padded.append(batch)
     return padded
 
 
 LossFn = Callable[[torch.Tensor | Tensors, MicroBatch], torch.Tensor]
-# (stage, number of a micro-batch, what is sent on of it)
-Watch = Callable[[int, int, Tensors], None]
 
 
 def loss_of(output: torch.Tensor | Tensors, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -161,7 +158,7 @@ def run_chain(
     *,
     loss_fn: LossFn,
     splits_backward: bool = False,
-    watch: Watch | None = None,
+    borders: dict[tuple[int, int], torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """Runs all stages one after the other in one process, as a pipeline would.
 
@@ -172,7 +169,7 @@ def run_chain(
         loss_fn: (output of the last stage, micro-batch) -> its share of the loss.
         splits_backward: gradients of inputs first, those of weights later, as zero-bubble
             schedules do.
-        watch: sees what crosses each border.
+        borders: filled with (stage, number of a micro-batch) -> the first tensor that it sends.
 
     Returns:
         The loss of each micro-batch.
@@ -194,8 +191,8 @@ def run_chain(
             made = passes.forward(index, tensors, model_inputs(own), loss_of=loss_of)
             if not stage.is_last:
                 crossing.append((made, batch_output(stage, own)))
-                if watch is not None:
-                    watch(number, index, made)
+                if borders is not None:
+                    borders[number, index] = made[0].detach().clone()
             for found, metas in crossing:
                 crossed = [(tensor.shape, tensor.dtype) for tensor in found]
                 declared = [(meta.shape, meta.dtype) for meta in metas]

@@ -21,7 +21,6 @@ from stageline.verify.batches import (
     add_padding,
     change_first_token,
     change_images,
-    has_pixels,
     run_chain,
 )
 from stageline.verify.compare import gap, hidden_states, run_stages, run_whole
@@ -222,7 +221,7 @@ def check_split(
         stage.eval()
     loss = loss_in_evaluation(first)
     changes = {"first token": change_first_token(first, made.config)}
-    if has_pixels(first):
+    if any(batch.get("pixel_values", torch.empty(0)).numel() for batch in first):
         changes["image"] = change_images(first)
     elif getattr(made.config, "vision_config", None) is not None:
         report.add("image changes the loss", None, "there is no image: add a dataset with images")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stageline.errors import PlanError
-from stageline.pipeline.stage_passes import MicroBatch, Tensors, model_inputs
+from stageline.pipeline.stage_passes import MicroBatch, model_inputs
 from stageline.training.loss_part import Output
 from stageline.verify.batches import LossFn, run_chain
 
@@ -101,14 +101,10 @@ def run_stages(
 ) -> Passes:
     """Run all stages forward and backward, one after the other, as a pipeline would."""
     borders: dict[tuple[int, int], torch.Tensor] = {}
-
-    def watch(stage: int, index: int, sent: Tensors) -> None:
-        borders[stage, index] = sent[0].detach().clone()
-
     for stage in stages:
         stage.zero_grad()
     losses = run_chain(
-        stages, batches, loss_fn=loss_fn, splits_backward=splits_backward, watch=watch
+        stages, batches, loss_fn=loss_fn, splits_backward=splits_backward, borders=borders
     )
     return Passes([loss.item() for loss in losses], _gradients(*stages), borders)
 

@@ -25,7 +25,7 @@ from stageline.checkpoint.plain_model import CLASSIFIER, load_base, load_plain, 
 from stageline.errors import UserError
 from stageline.stage import Stage
 from stageline.stages.example_batch import picture_batch
-from stageline.verify.batches import ordinary_ids
+from stageline.verify.batches import draw_ids
 
 # a checkpoint's folder -> its stages in float32 on the CPU, or why there are none
 StageMaker = Callable[[Path], Sequence[Stage] | str]
@@ -79,8 +79,12 @@ def check_export(
     new_ids = sorted({token for folder in folders for token in token_ids_on_disk(folder)})
     notes = []
 
-    # the export, as its user loads it
-    model = _load_exported(exported, trust_remote_code=code)
+    # the export, as its user loads it: an adapter through peft where that is installed
+    model: PreTrainedModel | None = None
+    if (exported / ADAPTER_CONFIG).exists():
+        model = load_with_peft(exported, load_base(exported, dtype=COMPUTE, trust_remote_code=code))
+    if model is None:
+        model = load_plain(exported, dtype=COMPUTE, trust_remote_code=code)
     rows = {"text": _text_rows(model.config, new_ids)}
     if getattr(model.config, "vision_config", None) is not None:
         try:
@@ -122,16 +126,6 @@ def check_export(
     return ExportVerdict(reference, worst, tolerance, tuple(rows), tuple(notes))
 
 
-def _load_exported(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Load an export as its user does: an adapter through `peft` where that is installed."""
-    if (folder / ADAPTER_CONFIG).exists():
-        base = load_base(folder, dtype=COMPUTE, trust_remote_code=trust_remote_code)
-        adapted = load_with_peft(folder, base)
-        if adapted is not None:
-            return adapted
-    return load_plain(folder, dtype=COMPUTE, trust_remote_code=trust_remote_code)
-
-
 def load_with_peft(folder: Path, base: PreTrainedModel) -> PreTrainedModel | None:
     """The base with an adapter put on by `peft`, in place; None where that is not installed."""
     try:
@@ -147,11 +141,11 @@ def load_with_peft(folder: Path, base: PreTrainedModel) -> PreTrainedModel | Non
 
 def _text_rows(config: PretrainedConfig, new_ids: Sequence[int]) -> Inputs:
     """Fixed random ids [B, T] of text; the first row begins with tokens that training added."""
-    ordinary, text = ordinary_ids(config), config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
     longest = getattr(text, "max_position_embeddings", None) or 2 * TOKENS
-    shape = (ROWS, max(1, min(TOKENS, longest // 2)))
-    ids = ordinary[torch.randint(len(ordinary), shape, generator=torch.Generator().manual_seed(0))]
-    shown = torch.tensor(new_ids[: shape[1]], dtype=ids.dtype)
+    length = max(1, min(TOKENS, longest // 2))
+    ids = draw_ids(config, ROWS, length)
+    shown = torch.tensor(new_ids[:length], dtype=ids.dtype)
     ids[0, : len(shown)] = shown
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 

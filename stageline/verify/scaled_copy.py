@@ -34,7 +34,7 @@ from stageline.model_folder import attention_options, called_alike, find_folder,
 from stageline.pipeline.topology import stage_layers
 from stageline.shrink import layer_period, shrink_config
 from stageline.stages.packing import check_packing
-from stageline.verify.batches import ordinary_ids
+from stageline.verify.batches import draw_ids
 from stageline.verify.whole_model import library_class, save_config
 
 VerifyMode = Literal["auto", "always", "never"]
@@ -195,18 +195,6 @@ def copy_weights(whole: nn.Module, stages: Sequence[Any]) -> None:
                 buffer.copy_(values[name])
 
 
-def options_of_copy(kwargs: Mapping[str, Any], attention: str | None) -> dict[str, Any]:
-    """Return the options with which a part builds a copy: its own, and the run's attention.
-
-    A copy runs on the CPU, where sdpa computes what the kernels of a GPU compute.
-    """
-    options = {name: value for name, value in kwargs.items() if value is not None}
-    found = attention or options.pop("attn_implementation", None)
-    if found in ("eager", "sdpa"):
-        options["attn_implementation"] = found
-    return options
-
-
 def tiny_partition(real: Sequence[int], period: int) -> list[int]:
     """Return the layers of few stages whose borders are at the same places of the layers' pattern.
 
@@ -232,12 +220,14 @@ def shown(small: PretrainedConfig, partition: Sequence[int]) -> str:
     return f"{small.model_type}, scaled down to {layers}"
 
 
-# (copy, its configuration, its partition) -> (a sentence for the log, numbers for the record)
-Check = Callable[[ScaledCopy, PretrainedConfig, list[int]], tuple[str, dict[str, Any]]]
+Checked = tuple[str, dict[str, Any]]  # a sentence for the log, numbers for the record
+Check = Callable[[ScaledCopy, PretrainedConfig, list[int]], Checked]  # takes partition, too
 
 
-def packed_rows(rows: int) -> Check:
-    """A check: packed samples, longer than each window of the copy, do not see each other.
+def packed_rows(
+    copy: ScaledCopy, small: PretrainedConfig, partition: list[int], *, rows: int
+) -> Checked:
+    """Check that packed samples, longer than each window of the copy, do not see each other.
 
     Each stage of a run checks itself on a few tokens (`check_packing`), which are fewer than a
     window, a chunk or an index of the real model holds.
@@ -245,22 +235,14 @@ def packed_rows(rows: int) -> Check:
     Args:
         rows: of a micro-batch.
     """
-
-    def check(
-        copy: ScaledCopy, small: PretrainedConfig, partition: list[int]
-    ) -> tuple[str, dict[str, Any]]:
-        with copy.stages(small) as build:
-            whole = build(0, 1, torch.float32)
-        randomise(whole)
-        ids = ordinary_ids(small)
-        drawn = torch.randint(len(ids), (2 * PACKED,), generator=torch.Generator().manual_seed(0))
-        try:
-            check_packing(whole, rows=rows, ids_N=ids[drawn])
-        except UserError as error:
-            raise WrongSplit(str(error)) from error
-        return "", {"rows": rows}
-
-    return check
+    with copy.stages(small) as build:
+        whole = build(0, 1, torch.float32)
+    randomise(whole)
+    try:
+        check_packing(whole, rows=rows, ids_N=draw_ids(small, 2 * PACKED))
+    except UserError as error:
+        raise WrongSplit(str(error)) from error
+    return "", {"rows": rows}
 
 
 def verify(

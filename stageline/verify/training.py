@@ -5,7 +5,7 @@ In float64 where the model's operators have it. The first difference is part of 
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,8 @@ from transformers import PretrainedConfig
 from stageline.cache_trial import randomise
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
 from stageline.verify.batches import loss_of, ordinary_ids, probe_batches, with_facts
-from stageline.verify.compare import Passes, gap, hidden_states, run_stages, run_whole
-from stageline.verify.scaled_copy import ScaledCopy, WrongSplit, copy_weights, shown
+from stageline.verify.compare import gap, hidden_states, run_stages, run_whole
+from stageline.verify.scaled_copy import Checked, ScaledCopy, WrongSplit, copy_weights, shown
 from stageline.verify.whole_model import has_images
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -37,9 +37,7 @@ class Proof(NamedTuple):
     place: str = ""
 
 
-def training(
-    copy: ScaledCopy, small: PretrainedConfig, partition: list[int]
-) -> tuple[str, dict[str, Any]]:
+def training(copy: ScaledCopy, small: PretrainedConfig, partition: list[int]) -> Checked:
     """Compare loss and gradients of the stages with those of the whole copy; for `verify`."""
     vision_stages = min(copy.vision_stages, 2)  # the tower has few blocks, too
     with copy.stages(small, partition, vision_stages) as build:
@@ -135,11 +133,20 @@ def _compare(
     }
     gradient, place = max(gaps.values(), default=0.0), ""
     if not (loss <= limit and gradient <= limit):
-        place = _first_difference(found, expected, batches, stages[0].partition, limit)
-        if not place and loss > limit:
+        place = "all borders and the loss are equal"
+        if loss > limit:
             place = f"all borders are equal, stage {num_stages - 1} gives another loss"
+        for border, ours, theirs in hidden_states(found, expected, batches):
+            if gap(ours, theirs) > limit * (theirs.abs().max().item() or 1):
+                factor = ((ours * theirs).sum() / theirs.square().sum()).item()
+                off = (ours - factor * theirs).abs().max() / ours.abs().max()
+                times = f" (it is {factor:.4g} times as large)" if off < 1e-3 else ""
+                place = (
+                    f"the border before layer {sum(stages[0].partition[: border + 1])} (stage "
+                    f"{border} to {border + 1}) is the first that differs{times}"
+                )
+                break
         first = next((name for name, apart in gaps.items() if apart > limit), "no parameter")
-        place = place or "all borders and the loss are equal"
         place += f"; the first gradient that differs is that of {first}"
     return Proof(loss, gradient, str(dtype).removeprefix("torch."), place)
 
@@ -166,23 +173,3 @@ def _check_looks_back(whole: Any, batch: MicroBatch) -> None:
             "that follow. Choose a decoder: a token that sees the next one learns nothing by "
             "predicting it."
         )
-
-
-def _first_difference(
-    found: Passes,
-    expected: Passes,
-    batches: Sequence[MicroBatch],
-    partition: Sequence[int],
-    limit: float,
-) -> str:
-    """Return the first border at which hidden states differ, in words; empty if none does."""
-    for border, ours, theirs in hidden_states(found, expected, batches):
-        if gap(ours, theirs) > limit * (theirs.abs().max().item() or 1):
-            factor = ((ours * theirs).sum() / theirs.square().sum()).item()
-            off = (ours - factor * theirs).abs().max() / ours.abs().max()
-            times = f" (it is {factor:.4g} times as large)" if off < 1e-3 else ""
-            return (
-                f"the border before layer {sum(partition[: border + 1])} (stage {border} to "
-                f"{border + 1}) is the first that differs{times}"
-            )
-    return ""

@@ -132,10 +132,9 @@ def prepare(
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             if auto_class is not None:
-                told: dict[str, Any] = {"dtype": torch.float32}
-                told["trust_remote_code"] = trust_remote_code
+                given = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
                 try:
-                    whole = auto_class.from_config(config, **told)
+                    whole = auto_class.from_config(config, **given)
                 except Exception as error:  # transformers raises what it likes
                     raise refused_build(config, auto_class, error) from error
                 _move_constants(whole)

@@ -8,7 +8,8 @@ import torch
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
-from stageline.distributed.failure import name_stages, run_entry
+from stageline.distributed.failure import run_entry
+from stageline.distributed.failure_record import name_stages
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import distributed_context
 from stageline.inference.decoding.engine import DecodingEngine

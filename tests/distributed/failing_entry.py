@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stageline.distributed.failure import name_stages, run_entry
+from stageline.distributed.failure import run_entry
+from stageline.distributed.failure_record import name_stages
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import DistributedContext, distributed_context
 from stageline.distributed.stop import stop_requested

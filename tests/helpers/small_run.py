@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from stageline import progress
 from stageline.checkpoint.layout import verify
 from stageline.distributed import failure_record
 from stageline.distributed.launch import END_SIGNAL, SECONDS_TO_END, first_failure
 from stageline.plotting import figures, pictures
 from tests.helpers import faults
+from tests.helpers.fresh_progress import forget_progress
 from tests.helpers.house import ROOT, enter_house, prepare_house
 from tests.helpers.plans import learn_plans, leave_plans
 from tests.helpers.ports import free_port
@@ -355,7 +355,7 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
         if not draws:
             figures.plot_loss = lambda *_, **__: None
             figures.save_figure = pictures.save_figure = lambda figure, path, **_: path.touch()
-        progress.begin()  # a test may have trained in this process before
+        forget_progress()
         sys.argv = words[1:] if words[0] == "-m" else words
         torch.set_num_threads(1)  # threads of before are not in the fork
         enter_house()

@@ -12,7 +12,7 @@ from examples.spatial.answers import (
     parse_directions,
     parse_truth,
 )
-from stageline.answer_text import says_nothing
+from stageline.inference.answer_text import says_nothing
 
 ROOT = Path(__file__).resolve().parents[2]
 STATEMENT = "The dog is on the surfboard."

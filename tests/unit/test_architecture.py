@@ -286,8 +286,8 @@ BUDGET = {
     "serving": ("stageline/serving/", 2600, 2600),
     "evaluation": ("stageline/evaluation/ stageline/plotting/", 1850, 1850),
     "verify": ("stageline/verify/", 1900, 1900),
-    "distributed": ("stageline/distributed/", 1500, 1472),
-    "rest": ("stageline/", 1900, 2072),
+    "distributed": ("stageline/distributed/", 1500, 1500),
+    "rest": ("stageline/", 1900, 1900),
 }
 
 

@@ -17,8 +17,9 @@ from prompt_fn import auto, chat
 from register import import_shelf
 from stageline.data.rows.converters import make_converter
 from stageline.errors import RemoteError, UserError
-from stageline.inference.dialogue import Dialogue, LocalModel, Server, read_message, server_url
+from stageline.inference.dialogue import Dialogue, LocalModel, read_message
 from stageline.inference.remote import Endpoint
+from stageline.serving.client import Server, server_url
 from tests.helpers.chat_server import ChatServer, images_of, question_of
 from tests.helpers.small_run import ForkedRun
 from tests.helpers.tiny_models import tiny_config, tiny_processor

@@ -8,8 +8,13 @@ import os
 import pytest
 import torch
 
-from stageline.device import accelerators, stage_devices
-from stageline.distributed.process_group import choose_device, group_backend, take_own_devices
+from stageline.device import accelerators
+from stageline.distributed.process_group import (
+    choose_device,
+    group_backend,
+    stage_devices,
+    take_own_devices,
+)
 from stageline.errors import UserError
 from stageline.inference.decoding.stage_decoder import cache_budget
 from stageline.planner.estimate import device_capacity

@@ -73,8 +73,8 @@ def told_by(folder, monkeypatch, rank, record):
     file = folder / "run" / "attempt_0" / str(rank) / "error.json"
     file.parent.mkdir(parents=True)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    monkeypatch.setattr(failure_record, "stages_here", [rank])
-    failure_record.leave_stages()
+    monkeypatch.setattr(failure_record, "stages_here", [])
+    failure_record.name_stages([rank])
     if record is not None:
         failure_record.leave_error_file(dataclasses.replace(record, rank=rank))
     return file

@@ -5,6 +5,7 @@ import torch
 from stageline import progress
 from stageline.pipeline.plan import parse_action
 from stageline.training import step as step_module
+from tests.helpers.fresh_progress import forget_progress
 
 
 class FakeEvent:
@@ -23,7 +24,7 @@ def test_a_gpu_that_is_behind_its_main_thread_tells_what_it_waits_for(monkeypatc
     monkeypatch.setattr(
         step_module, "recorded_event", lambda device: events.append(FakeEvent()) or events[-1]
     )
-    progress.begin()
+    forget_progress()
     progress.at_step(3)
     told = step_module.StepProgress(device=torch.device("cuda"))
     for word in ("1F0", "1F1"):
@@ -46,7 +47,7 @@ def test_a_gpu_that_is_behind_its_main_thread_tells_what_it_waits_for(monkeypatc
 
 
 def test_a_main_thread_that_stopped_for_a_transfer_waits():
-    progress.begin()
+    forget_progress()
     told = step_module.StepProgress(device=torch.device("cuda"))
     before, behind = FakeEvent(), FakeEvent()
     marks = iter((before, behind))
@@ -56,5 +57,5 @@ def test_a_main_thread_that_stopped_for_a_transfer_waits():
     before.is_reached = True  # the device never reaches the second mark
     with progress.doing("optimizer"):
         place = progress.where()
-    progress.begin()
+    forget_progress()
     assert place.is_waiting and place.operation == "gradients"

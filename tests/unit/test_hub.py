@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from commands import with_folders
+from commands import with_commit, with_folders
 from options.answer import ChatConfig, InferConfig
 from options.fields import OptionError, absolute, check_limits, option_fields, value_of
 from options.train import RunConfig
@@ -30,7 +30,6 @@ from stageline.hub import (
     name_of,
     pinned_set,
     read_name,
-    with_commit,
 )
 from stageline.model_folder import load_config
 from tests.helpers.hub_server import TOKEN, running_hub

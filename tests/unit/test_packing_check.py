@@ -160,7 +160,8 @@ def test_what_only_long_rows_show_is_found_on_a_copy(name, fields, passes, tmp_p
         return
     config.save_pretrained(tmp_path)
     copy, said = ScaledCopy(train_model_register["causal_lm"], str(tmp_path), 2), []
-    checked = functools.partial(verify, copy, {"packed": packed_rows(2)}, mode="always")
+    rows_of_two = functools.partial(packed_rows, rows=2)
+    checked = functools.partial(verify, copy, {"packed": rows_of_two}, mode="always")
     if passes:
         checked(ranks=Ranks.of(None), say=said.append)
     else:

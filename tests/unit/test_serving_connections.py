@@ -17,8 +17,9 @@ from parse_args import parse_serve_args
 from prompt_fn import auto, chat
 from register import import_shelf
 from stageline.errors import RemoteError
-from stageline.inference.dialogue import Dialogue, Server, server_url
+from stageline.inference.dialogue import Dialogue
 from stageline.inference.remote import Endpoint
+from stageline.serving.client import Server, server_url
 from stageline.serving.settings import check_certificate
 from tests.helpers.chat_templates import format_tokenizer
 from tests.helpers.fake_engine import FakeEngine

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from stageline.terminal import MOST_LINES, Terminal, terminal
+from stageline.distributed.terminal import MOST_LINES, Terminal, terminal
 from stageline.training.run_log import RunLog, StepRecord
 
 
