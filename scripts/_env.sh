@@ -139,12 +139,15 @@ stageline_make_venv() {
     else
         "$base" -m venv "$VENV"
         stageline_install_torch
+        # every process imports much of it: compile it while the rest is installed
+        "$PYTHON" -m compileall -q "$VENV"/lib/python*/site-packages/torch >/dev/null 2>&1 &
     fi
     stageline_pip --upgrade pip 2>/dev/null || true # the one that came with Python takes twice as long
     stageline_say "installing what training needs"
     stageline_install "$@"
     stageline_pip --constraint "$VENV/torch.txt" setuptools
     stageline_pip --no-deps --no-build-isolation --editable "$ROOT"
+    wait # for torch
     stageline_mark "" "$@" # last: a killed set-up is done again
 }
 
