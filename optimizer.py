@@ -148,14 +148,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
     ) -> None:
         split: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # inner matrices, others
         for group in param_groups:
-            for is_inner, groups in split.items():
-                own = {
-                    name: weight
-                    for name, weight in zip(group["param_names"], group["params"], strict=True)
-                    if is_inner == (weight.ndim == 2 and not any(t in name for t in adamw_names))
-                }
-                if own:
-                    groups.append({**group, "params": [*own.values()], "param_names": [*own]})
+            own: dict[bool, dict[str, torch.nn.Parameter]] = {True: {}, False: {}}
+            for name, weight in zip(group["param_names"], group["params"], strict=True):
+                is_inner = weight.ndim == 2 and not any(text in name for text in adamw_names)
+                own[is_inner][name] = weight
+            for is_inner, some in own.items():
+                if some:
+                    some_group = {**group, "params": [*some.values()], "param_names": [*some]}
+                    split[is_inner].append(some_group)
         kinds = ((torch.optim.Muon, muon, split[True]), (torch.optim.AdamW, adamw, split[False]))
         self.optimizers: list[torch.optim.Optimizer]
         self.optimizers = [kind(groups, **options) for kind, options, groups in kinds if groups]

@@ -299,8 +299,7 @@ def all_runs(num_ranks, with_torchs):
 
 
 # Two ranks have all schedules and variants, on rows of unequal lengths; full training has each kind
-# of rows. With four ranks the pipeline is deeper, and a variant gets the rows that are hardest
-# for it
+# of rows. Four ranks make the pipeline deeper, and a variant gets the rows that are hardest for it.
 ON_FOUR = [
     ("full", "own"),
     ("full", "packed"),
